@@ -1,0 +1,49 @@
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/installed
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help quickstart test check format
+.PHONY: check-format check-lint check-types check-spelling check-architecture
+
+help:
+	@echo "make quickstart   train a small model on the CPU"
+	@echo "make test         run the tests"
+	@echo "make check        format, lint, types, spelling, import floors"
+	@echo "make format       format the code and sort its imports"
+	@echo "ARGS=\"...\" is handed on by quickstart and test; PYTHON=... makes .venv, where all of them work."
+
+quickstart: $(INSTALLED)
+	@$(BIN)/python -m lightning_boost fit --config recipes/quickstart.yaml $(ARGS)
+
+test: $(INSTALLED)
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: check-format check-lint check-types check-spelling check-architecture
+
+format: $(INSTALLED)
+	@$(BIN)/ruff check --quiet --select I --fix .
+	@$(BIN)/ruff format .
+
+check-format: $(INSTALLED)
+	@$(BIN)/ruff format --check .
+
+check-lint: $(INSTALLED)
+	@$(BIN)/ruff check .
+
+check-types: $(INSTALLED)
+	@$(BIN)/mypy
+
+check-spelling: $(INSTALLED)
+	@$(BIN)/codespell
+
+check-architecture: $(INSTALLED)
+	@$(BIN)/python -m pytest --quiet --override-ini addopts=--import-mode=importlib tests/test_architecture.py
+
+$(INSTALLED): pyproject.toml
+	@echo "installing into .venv (the first time takes some minutes)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python $(PIP_INSTALL) --editable ".[dev]"
+	@touch $@

@@ -1,0 +1,177 @@
+"""What a run was and what came of it, on one screen at its end."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import override
+
+from lightning_boost.collectives import CollectiveLog, Traffic, count_collectives
+from lightning_boost.config import LlamaConfig
+from lightning_boost.cost import block_traffic, count_parameters
+from lightning_boost.mesh import TENSOR_AXIS
+from lightning_boost.model.generation import generate_greedily
+from lightning_boost.tensor_parallel.statistic import statistic_columns
+from lightning_boost.tensor_parallel.verification import NormDifference, verify_norms
+
+Row = tuple[str, str]
+
+
+class RunSummary(Callback):
+    """Print the layout, the counted communication, the norms' difference, the losses and a sample of text.
+
+    Made for a ``LowRankLanguageModel`` on a ``TextDataModule``. The first training step is counted, and the norms are
+    compared on the last batch of every validation; other steps are left alone. With ``num_sanity_val_steps=-1`` the
+    loss before training is known too.
+
+    Args:
+        prompt: Text that the sample follows.
+        sample_tokens: Length of the sample; 0 for none.
+        next_command: The command to try next; ``{checkpoint}`` in it becomes the path of the last checkpoint.
+    """
+
+    def __init__(self, *, prompt: str = "The ", sample_tokens: int = 200, next_command: str | None = None) -> None:
+        super().__init__()
+        self.prompt = prompt
+        self.sample_tokens = sample_tokens
+        self.next_command = next_command
+        self._watch = ExitStack()
+        self._losses: list[float] = []
+        self._log: CollectiveLog | None = None
+        self._tokens_of_step = 0
+        self._norms: list[NormDifference] = []
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Count the first step's collectives."""
+        if self._log is None:
+            self._tokens_of_step = batch["input_ids"].numel()
+            self._log = self._watch.enter_context(count_collectives())
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stop counting."""
+        self._watch.close()
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Compare the norms on the last batch."""
+        num_batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        if batch_idx == num_batches[dataloader_idx] - 1:
+            self._norms = self._watch.enter_context(verify_norms(pl_module))
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Stop comparing."""
+        self._watch.close()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the loss."""
+        if "val_loss" in trainer.callback_metrics:
+            self._losses.append(trainer.callback_metrics["val_loss"].item())
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave nothing open."""
+        self._watch.close()
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the summary on process 0; every process takes part in making the sample."""
+        sample = self._sample(trainer, pl_module)
+        if not trainer.is_global_zero:
+            return
+        table = Table(title="what this run was", show_header=False, title_justify="left")
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, text in self._rows(trainer, pl_module):
+            table.add_row(name, text)
+        if sample is not None:
+            table.add_row(f"after {self.prompt!r}", sample, end_section=True)
+        for name, text in self._where_next(trainer):
+            table.add_row(name, text)
+        Console().print(table)
+
+    def _sample(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
+        tokenizer = getattr(trainer.datamodule, "tokenizer", None)
+        if tokenizer is None or self.sample_tokens == 0:
+            return None
+        prompt = torch.tensor([tokenizer.encode(self.prompt)], device=pl_module.device)
+        context: int = trainer.datamodule.sequence_length
+        tokens = generate_greedily(pl_module, prompt, self.sample_tokens, context)
+        text: str = tokenizer.decode(tokens[0].tolist())
+        return text
+
+    def _rows(self, trainer: Trainer, pl_module: LightningModule) -> Iterator[Row]:
+        config: LlamaConfig = pl_module.config
+        size = pl_module.device_mesh[TENSOR_AXIS].size() if pl_module.device_mesh is not None else 1
+        yield "layout", f"{size} processes share each layer" if size > 1 else "one process"
+        yield (
+            "model",
+            f"{config.low_rank.kind}, bottleneck size {config.bottleneck_size} of hidden size {config.hidden_size}",
+        )
+        low, full = count_parameters(config), count_parameters(config, full_rank=True)
+        yield "parameters", f"{low:,}; with full-rank matrices {full:,} ({full / low:.2f} times as many)"
+        if size > 1 and self._log is not None:
+            columns = statistic_columns(pl_module.model.lm_head.weight.dtype, size)
+            yield from _communication(self._log, config, self._tokens_of_step, columns)
+        if self._norms:
+            worst = max(self._norms, key=lambda norm: norm.max_absolute)
+            yield (
+                "online RMSNorm",
+                f"at most {worst.max_absolute:.1e} from the exact norm, on latents of up to {worst.max_exact:.1f}"
+                f" ({len(self._norms)} norms, last validation batch)",
+            )
+        if self._losses:
+            before = f"{self._losses[0]:.3f} before training, " if len(self._losses) > 1 else ""
+            yield "validation loss", f"{before}{self._losses[-1]:.3f} nats per token after {trainer.global_step} steps"
+
+    def _where_next(self, trainer: Trainer) -> Iterator[Row]:
+        path = _last_checkpoint(trainer)
+        if path:
+            yield "checkpoint", path
+        if self.next_command:
+            yield "to try next", self.next_command.format(checkpoint=path)
+
+
+def _last_checkpoint(trainer: Trainer) -> str:
+    callback = trainer.checkpoint_callback
+    if not isinstance(callback, ModelCheckpoint):
+        return ""
+    path = callback.last_model_path or callback.best_model_path
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if path and Path(path).is_relative_to(here) else path
+
+
+def _communication(log: CollectiveLog, config: LlamaConfig, tokens: int, columns: int) -> Iterator[Row]:
+    """Yield what a block's collectives were counted to move, beside the formula."""
+    formula = block_traffic(config.bottleneck_size, columns)
+    chunks = {chunk for chunk, _ in formula}
+    for pass_ in ("forward", "backward"):
+        counted = sum((log.total(chunk=chunk, pass_=pass_) for chunk in chunks), Traffic())
+        launches = counted.launches / config.num_hidden_layers
+        values = counted.values / config.num_hidden_layers / tokens
+        expected = sum(formula[chunk, pass_] for chunk in chunks)
+        yield (
+            f"{pass_}, a block",
+            f"{launches:g} all-reduces, {values:g} values per token counted; formula {len(chunks)} and {expected}",
+        )

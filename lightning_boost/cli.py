@@ -1,0 +1,96 @@
+"""``python -m lightning_boost``: Lightning's command line for this package's model and data, and its own commands."""
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from typing_extensions import override
+
+from lightning_boost.callbacks.run_summary import RunSummary
+from lightning_boost.callbacks.token_throughput import TokenThroughput
+from lightning_boost.commands.parity import parity
+from lightning_boost.data_module import TextDataModule
+from lightning_boost.language_model import LowRankLanguageModel
+from lightning_boost.strategy.boost import BoostParallelStrategy
+
+COMMANDS: dict[str, Callable[..., int]] = {"parity": parity}
+"""Commands beside Lightning's; each returns the exit code."""
+
+DESCRIPTION = (
+    "Train low-rank language models. Beside the subcommands below: "
+    + ", ".join(f"{name} ({inspect.getdoc(command).partition(chr(10))[0]})" for name, command in COMMANDS.items())  # type: ignore[union-attr]
+)
+
+_UNKNOWN_OPTION = re.compile(r"(?:does not accept option|Option) '([^']+)'|[Uu]nrecognized arguments: --([^\s=]+)")
+_NAMED_IN_RECIPES = (BoostParallelStrategy, RunSummary, TokenThroughput)
+
+
+class _Parser(LightningArgumentParser):
+    """Reports a wrong option in one sentence, with the nearest right one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # an abbreviation would take a misspelt option for another one
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        unknown = _UNKNOWN_OPTION.search(message)
+        if unknown:
+            message += self._nearest(unknown[1] or unknown[2], getattr(ex, "subcommand_parser", None) or self)
+        sys.stderr.write(f"error: {message}\nAll options: {self.prog} --help\n")
+        self.exit(2)
+        raise AssertionError
+
+    @staticmethod
+    def _nearest(name: str, parser: ArgumentParser) -> str:
+        known = {action.dest for action in parser._actions}
+        for component in _NAMED_IN_RECIPES:
+            known |= set(inspect.signature(component).parameters)
+        near = get_close_matches(name, known, n=1) or get_close_matches(name.rpartition(".")[2], known, n=1)
+        return f". Did you mean {near[0]!r}?" if near else ""
+
+
+class BoostCLI(LightningCLI):
+    """``fit``, ``validate``, ``test`` and ``predict``, with wrong values told in one sentence before anything starts."""
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Build model, data and Trainer."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            self.parser.error(str(error))
+
+    def _check(self) -> None:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, BoostParallelStrategy):
+            strategy.connect(self.model)
+            try:
+                strategy.check_before_start()
+            except ValueError as error:
+                self.parser.error(str(error))
+
+    before_fit = before_validate = before_test = before_predict = _check
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; ``None`` takes the process's arguments."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given and given[0] in COMMANDS:
+        name, *rest = given
+        parser = _Parser(prog=f"lightning_boost {name}")
+        parser.add_function_arguments(COMMANDS[name])
+        sys.exit(COMMANDS[name](**vars(parser.instantiate_classes(parser.parse_args(rest)))))
+    BoostCLI(
+        LowRankLanguageModel,
+        TextDataModule,
+        args=None if arguments is None else given,
+        parser_class=_Parser,
+        parser_kwargs={"description": DESCRIPTION},
+        auto_configure_optimizers=False,
+    )

@@ -1,0 +1,141 @@
+"""The one door to the tensor axis: every collective along it is issued, labelled and counted here.
+
+Groups are handed in by name, because the schema of a ``torch.library`` operator carries strings but no process groups.
+Tensors must be contiguous: gloo reduces the wrong memory of a sliced view without a word.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+Pass = Literal["forward", "backward", "step"]
+
+# torch 2.13 renamed both and warns on the old names, which older versions have only
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_groups: dict[str, ProcessGroup] = {}
+
+
+class Label(NamedTuple):
+    """What a collective is for: the chunk of the model it closes, and the pass it runs in."""
+
+    chunk: str
+    """``qkv``, ``o``, ``gate_up``, ``down``, ``head``, ``loss``, …"""
+
+    pass_: Pass
+
+
+class CollectiveKey(NamedTuple):
+    """What counts are kept apart for."""
+
+    operation: str
+    chunk: str
+    pass_: str
+
+
+@dataclass
+class Traffic:
+    """What one process handed to collectives."""
+
+    launches: int = 0
+    values: int = 0
+    """Elements of the tensors handed in by this process."""
+
+    bytes: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.launches + other.launches, self.values + other.values, self.bytes + other.bytes)
+
+
+@dataclass
+class CollectiveLog:
+    """Counts of the tensor-axis collectives that ran while the log was open."""
+
+    traffic: dict[CollectiveKey, Traffic] = field(default_factory=dict)
+
+    def add(self, operation: str, label: Label, tensor: Tensor) -> None:
+        """Count one collective that ``tensor`` was handed to."""
+        key = CollectiveKey(operation, *label)
+        mine = Traffic(1, tensor.numel(), tensor.numel() * tensor.element_size())
+        self.traffic[key] = self.traffic.get(key, Traffic()) + mine
+
+    def total(self, *, operation: str | None = None, chunk: str | None = None, pass_: str | None = None) -> Traffic:
+        """Sum the counts of all keys that match the given parts."""
+        wanted = (operation, chunk, pass_)
+        matching = (
+            traffic
+            for key, traffic in self.traffic.items()
+            if all(want in (None, part) for want, part in zip(wanted, key, strict=True))
+        )
+        return sum(matching, Traffic())
+
+
+_open_logs: list[CollectiveLog] = []
+
+
+@contextmanager
+def count_collectives() -> Iterator[CollectiveLog]:
+    """Open a log that counts this process's tensor-axis collectives until the context ends."""
+    log = CollectiveLog()
+    _open_logs.append(log)
+    try:
+        yield log
+    finally:
+        _open_logs.remove(log)
+
+
+def register_group(group: ProcessGroup) -> str:
+    """Make a process group known here and return the name that the operators take."""
+    _groups[group.group_name] = group
+    return group.group_name
+
+
+def group_size(group: str) -> int:
+    """Return the number of processes of a registered group."""
+    return dist.get_world_size(_groups[group])
+
+
+def group_index(group: str) -> int:
+    """Return this process's position in a registered group."""
+    return dist.get_rank(_groups[group])
+
+
+def all_reduce(tensor: Tensor, group: str, label: Label) -> None:
+    """Sum ``tensor`` over the group, in place."""
+    _check_and_count("all_reduce", tensor, label)
+    dist.all_reduce(tensor, group=_groups[group])
+
+
+def start_all_reduce(tensor: Tensor, group: str, label: Label) -> Work:
+    """Start summing ``tensor`` over the group, in place; the caller waits before it reads the tensor."""
+    _check_and_count("all_reduce", tensor, label)
+    return dist.all_reduce(tensor, group=_groups[group], async_op=True)
+
+
+def all_gather(tensor: Tensor, group: str, label: Label) -> Tensor:
+    """Return every process's ``tensor``, stacked: ``[S, …]`` for a group of ``S`` processes."""
+    _check_and_count("all_gather", tensor, label)
+    gathered = tensor.new_empty(group_size(group) * tensor.numel())
+    _all_gather(gathered, tensor.view(-1), group=_groups[group])
+    return gathered.view(group_size(group), *tensor.shape)
+
+
+def reduce_scatter(tensor: Tensor, group: str, label: Label) -> Tensor:
+    """Sum ``tensor`` of shape ``[S, …]`` over the group's ``S`` processes and return this process's part ``[…]``."""
+    _check_and_count("reduce_scatter", tensor, label)
+    part = torch.empty_like(tensor[0])
+    _reduce_scatter(part.view(-1), tensor.view(-1), group=_groups[group])
+    return part
+
+
+def _check_and_count(operation: str, tensor: Tensor, label: Label) -> None:
+    assert tensor.is_contiguous(), f"{operation} of {label} needs a contiguous tensor, got strides {tensor.stride()}"
+    for log in _open_logs:
+        log.add(operation, label, tensor)

@@ -1,0 +1,1 @@
+"""Text in, token ids out: sources, tokenizer and packing, with no word about training."""

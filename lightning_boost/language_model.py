@@ -1,0 +1,182 @@
+"""A low-rank language model as a LightningModule."""
+
+import math
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MeanMetric, Metric
+from typing_extensions import override
+
+from lightning_boost.config import LlamaConfig
+from lightning_boost.gradients import global_gradient_norm
+from lightning_boost.model.initialization import initialize
+from lightning_boost.model.llama import LlamaForCausalLM
+from lightning_boost.model.loss import count_valid, next_tokens
+
+Batch = dict[str, Tensor]
+
+
+class Perplexity(Metric):
+    """Exponential of the mean loss over all valid tokens seen, from batches' mean losses and token counts."""
+
+    higher_is_better = False
+    total: Tensor
+    num_tokens: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("num_tokens", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    @override
+    def update(self, loss: Tensor, num_tokens: Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            loss: Mean loss over its valid tokens, scalar.
+            num_tokens: How many those are, scalar.
+        """
+        self.total += loss.detach().double() * num_tokens
+        self.num_tokens += num_tokens
+
+    @override
+    def compute(self) -> Tensor:
+        """Return the perplexity of everything added, fp32."""
+        return (self.total / self.num_tokens).exp().float()
+
+
+class LowRankLanguageModel(LightningModule):
+    """Pre-training of a low-rank LLaMA: AdamW, linear warm-up, cosine to a tenth of the peak.
+
+    Logs ``train_loss`` and ``gradient_norm`` on each step, and ``val_loss`` and ``val_perplexity`` (or ``test_…``) as
+    means over all valid tokens. A batch is a dict of ``input_ids`` and ``labels``, each ``[B, T]``.
+
+    Args:
+        config: Sizes and kind of the model.
+        learning_rate: Peak of the schedule.
+        warmup_steps: Steps over which the rate rises from zero.
+        max_steps: Step at which the cosine ends; ``None``: where the Trainer stops.
+        betas: AdamW's.
+        weight_decay: AdamW's, on matrices.
+        decay_all_parameters: Whether norms and biases decay too, as in CoLA's published runs.
+
+    Raises:
+        ValueError: If a rate or a number of steps is negative.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        learning_rate: float = 3e-3,
+        warmup_steps: int = 100,
+        max_steps: int | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.01,
+        decay_all_parameters: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, value in (("learning_rate", learning_rate), ("warmup_steps", warmup_steps)):
+            if value < 0:
+                raise ValueError(f"{name} ({value}) must not be negative.")
+        self.config = config
+        self.learning_rate = learning_rate
+        self.warmup_steps = warmup_steps
+        self.max_steps = max_steps
+        self.betas = betas
+        self.weight_decay = weight_decay
+        self.decay_all_parameters = decay_all_parameters
+        # no values yet: a strategy may want to make only its share of them
+        with torch.device("meta"):
+            self.model = LlamaForCausalLM(config)
+        self.val_perplexity, self.test_perplexity = Perplexity(), Perplexity()
+        self.val_mean_loss, self.test_mean_loss = MeanMetric(), MeanMetric()
+
+    @override
+    def configure_model(self) -> None:
+        """Give the parameters their values, unless the strategy is about to do so."""
+        strategy = self.trainer.strategy if self._trainer is not None else None
+        if getattr(strategy, "materializes_parameters", False) or not self.model.lm_head.weight.is_meta:
+            return
+        initialize(self.model, std=self.config.initializer_range)
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Check that the data fits the vocabulary."""
+        data_vocab_size = getattr(getattr(self.trainer, "datamodule", None), "vocab_size", None)
+        if data_vocab_size is not None and data_vocab_size > self.config.vocab_size:
+            raise ValueError(
+                f"model.config.vocab_size ({self.config.vocab_size}) must be at least the tokenizer's"
+                f" ({data_vocab_size})."
+            )
+
+    @override
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Return logits ``[B, T, V]``, or with labels the mean loss."""
+        output: Tensor = self.model(input_ids, labels=labels)
+        return output
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the mean loss of a batch."""
+        loss: Tensor = self.model(**batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a batch to ``val_loss`` and ``val_perplexity``."""
+        self._evaluate(batch, "val", self.val_mean_loss, self.val_perplexity)
+
+    @override
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a batch to ``test_loss`` and ``test_perplexity``."""
+        self._evaluate(batch, "test", self.test_mean_loss, self.test_perplexity)
+
+    def _evaluate(self, batch: Batch, name: str, mean_loss: MeanMetric, perplexity: Perplexity) -> None:
+        loss = self.model(**batch)
+        num_tokens = count_valid(next_tokens(batch["labels"]))
+        mean_loss.update(loss, num_tokens)
+        perplexity.update(loss, num_tokens)
+        self.log(f"{name}_loss", mean_loss, prog_bar=True)
+        self.log(f"{name}_perplexity", perplexity)
+
+    @override
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return logits ``[B, T, V]``."""
+        return self.forward(batch["input_ids"])
+
+    @override
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Log the norm of all gradients, before clipping."""
+        self.log("gradient_norm", global_gradient_norm(self.parameters()))
+
+    @override
+    def configure_optimizers(self) -> dict[str, object]:
+        """Return AdamW and its schedule."""
+        optimizer = AdamW(self._parameter_groups(), lr=self.learning_rate, betas=self.betas, foreach=True)
+        total_steps = self.max_steps or self.trainer.estimated_stepping_batches
+        schedule = LambdaLR(optimizer, lambda step: _warmup_then_cosine(step, self.warmup_steps, total_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _parameter_groups(self) -> list[dict[str, object]]:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+        def decays(parameter: Tensor) -> bool:
+            return self.decay_all_parameters or parameter.dim() > 1
+
+        decayed = [parameter for parameter in trained if decays(parameter)]
+        others = [parameter for parameter in trained if not decays(parameter)]
+        groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
+
+
+def _warmup_then_cosine(step: int, warmup_steps: int, total_steps: float, *, floor: float = 0.1) -> float:
+    """Return the share of the peak rate at ``step``: linear up to the peak, then half a cosine down to ``floor``."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1.0, total_steps - warmup_steps))
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,0 +1,101 @@
+"""The device mesh: names of its axes, sizes checked against the world, and its construction.
+
+"Axis" always means an axis of the mesh; tensors have dims.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+PIPELINE_AXIS = "pipeline_parallel"
+DATA_AXIS = "data_parallel"
+TENSOR_AXIS = "tensor_parallel"
+
+AutoSize = int | Literal["auto"]
+"""A number of processes, or ``"auto"`` for one that the strategy finds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSizes:
+    """Number of processes along each axis of the mesh, the tensor axis innermost.
+
+    Raises:
+        ValueError: If a size is below 1.
+    """
+
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} ({size!r}) must be a whole number of at least 1.")
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the whole mesh."""
+        return self.pipeline_parallel_size * self.data_parallel_size * self.tensor_parallel_size
+
+    def check_world(self, world_size: int) -> None:
+        """Check that the mesh takes every process exactly once.
+
+        Raises:
+            ValueError: If the sizes do not multiply to ``world_size``.
+        """
+        if self.world_size != world_size:
+            raise ValueError(
+                f"pipeline_parallel_size ({self.pipeline_parallel_size}) × data_parallel_size"
+                f" ({self.data_parallel_size}) × tensor_parallel_size ({self.tensor_parallel_size}) ="
+                f" {self.world_size} must equal the number of processes ({world_size}, devices × num_nodes);"
+                f" change devices, or take a tensor_parallel_size that divides it: {divisors(world_size)}."
+            )
+
+    def __str__(self) -> str:
+        axes = {
+            "tensor": self.tensor_parallel_size,
+            "pipeline": self.pipeline_parallel_size,
+            "data": self.data_parallel_size,
+        }
+        used = [f"{name} {size}" for name, size in axes.items() if size > 1]
+        return " × ".join(used) if used else "one process"
+
+
+def build_mesh(sizes: ParallelSizes, device_type: str) -> DeviceMesh:
+    """Build the mesh of all processes; the process group must exist.
+
+    Args:
+        sizes: Processes along each axis.
+        device_type: ``"cpu"`` or ``"cuda"``.
+    """
+    shape = (sizes.pipeline_parallel_size, sizes.data_parallel_size, sizes.tensor_parallel_size)
+    return init_device_mesh(device_type, shape, mesh_dim_names=(PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS))
+
+
+def divisors(number: int) -> list[int]:
+    """Return every divisor of ``number``, ascending."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def legal_tensor_sizes(*must_divide: int) -> list[int]:
+    """Return the tensor sizes that divide every one of the given counts (heads, hidden features)."""
+    smallest = min(must_divide)
+    return [size for size in range(1, smallest + 1) if all(count % size == 0 for count in must_divide)]
+
+
+def shard_bounds(size: int, num_shards: int, index: int) -> tuple[int, int]:
+    """Return where shard ``index`` of a dim of ``size`` starts and ends.
+
+    The rule is that of ``torch.chunk`` and DTensor: every shard takes ``ceil(size / num_shards)``, the last ones less,
+    even nothing.
+    """
+    width = -(-size // num_shards)
+    start = min(index * width, size)
+    return start, min(start + width, size)
+
+
+def format_sizes(sizes: Sequence[int]) -> str:
+    """Write legal sizes as an error message shows them."""
+    return ", ".join(map(str, sizes))

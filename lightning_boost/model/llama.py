@@ -1,0 +1,81 @@
+"""A LLaMA decoder with low-rank linears, under Hugging Face's parameter names."""
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_boost.config import LlamaConfig
+from lightning_boost.model.attention import Attention
+from lightning_boost.model.initialization import initialize
+from lightning_boost.model.loss import NextTokenLoss
+from lightning_boost.model.mlp import MLP
+from lightning_boost.model.norm import RMSNorm
+from lightning_boost.model.rotary import rotary_tables
+
+
+class DecoderLayer(nn.Module):
+    """One pre-norm block: attention and MLP, each added to the residual stream."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    @override
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Map ``[B, T, D]`` to ``[B, T, D]``."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary)
+        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden
+
+
+class LlamaModel(nn.Module):
+    """Embedding, decoder layers and final norm."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_size = config.head_size
+        self.rope_theta = config.rope_theta
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    @override
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Map token ids ``[B, T]`` to the last hidden state ``[B, T, D]``."""
+        hidden = self.embed_tokens(input_ids)
+        rotary = rotary_tables(input_ids.shape[-1], self.head_size, self.rope_theta, like=hidden)
+        for layer in self.layers:
+            hidden = layer(hidden, rotary)
+        normalized: Tensor = self.norm(hidden)
+        return normalized
+
+
+class LlamaForCausalLM(nn.Module):
+    """The decoder with its head.
+
+    Built on the meta device it holds no values; otherwise every parameter is filled as ``initialize`` tells.
+
+    Args:
+        config: Sizes and kind.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = LlamaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.loss = NextTokenLoss()
+        if not self.lm_head.weight.is_meta:
+            initialize(self, std=config.initializer_range)
+
+    @override
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Return logits ``[B, T, V]``, or with labels the mean loss over valid next tokens.
+
+        Labels are aligned with ``input_ids`` as in Hugging Face: the model shifts them, and ignores ``-100``.
+        """
+        hidden = self.model(input_ids)
+        output: Tensor = self.lm_head(hidden) if labels is None else self.loss(hidden, self.lm_head.weight, labels)
+        return output

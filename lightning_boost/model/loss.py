@@ -1,0 +1,41 @@
+"""Cross-entropy of the next token."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear, pad
+from typing_extensions import override
+
+from lightning_boost.config import IGNORED_LABEL
+
+
+class NextTokenLoss(nn.Module):
+    """Mean cross-entropy over the valid tokens, from the last hidden state and the head's weight.
+
+    It takes the hidden state instead of logits, so that a parallel form may go through the vocabulary in pieces. With
+    no valid token at all the loss is zero, and so is its gradient.
+    """
+
+    @override
+    def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss in fp32 at least.
+
+        Args:
+            hidden: Last hidden state, ``[B, T, D]``.
+            head_weight: ``[V, D]``.
+            labels: ``[B, T]``, aligned with the input: position ``t`` predicts ``labels[t + 1]``. ``-100`` is ignored.
+        """
+        targets = next_tokens(labels)
+        logits = linear(hidden, head_weight)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        total = cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+        return total / count_valid(targets)
+
+
+def next_tokens(labels: Tensor) -> Tensor:
+    """Shift labels ``[B, T]`` so that each position holds the token it predicts, the last one nothing."""
+    return pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+
+
+def count_valid(targets: Tensor) -> Tensor:
+    """Count targets that are not ignored; at least 1, so that it can divide."""
+    return (targets != IGNORED_LABEL).sum().clamp(min=1)

@@ -1,0 +1,61 @@
+"""A linear layer factorised at a narrow bottleneck."""
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "relu": nn.ReLU,
+    "tanh": nn.Tanh,
+}
+"""What may stand between the factors. All are element-wise, so a group of pairs can share one call."""
+
+
+class LowRankLinear(nn.Module):
+    """Compute ``y = B σ(A x) + bias`` with a bottleneck of ``R`` features between the factors.
+
+    ``factor_a.weight`` is ``[R, in]``, ``factor_b.weight`` is ``[out, R]``. The bias belongs to ``factor_b``, as in
+    CoLA: nothing is added at the bottleneck.
+
+    Args:
+        in_features: Features of ``x``.
+        out_features: Features of ``y``.
+        bottleneck_size: Width ``R`` between the factors, at least 1 and at most ``min(in, out)``.
+        activation: Name of σ, one of ``silu``, ``gelu``, ``relu``, ``tanh``; ``None`` for none.
+        bias: Whether ``y`` has a bias.
+
+    Raises:
+        ValueError: If the bottleneck size is outside its range or the activation is unknown.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bottleneck_size: int,
+        *,
+        activation: str | None = None,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        widest = min(in_features, out_features)
+        if not isinstance(bottleneck_size, int) or not 1 <= bottleneck_size <= widest:
+            raise ValueError(
+                f"bottleneck_size ({bottleneck_size!r}) must be a whole number from 1 to {widest},"
+                f" the smaller of in_features ({in_features}) and out_features ({out_features})."
+            )
+        if activation is not None and activation not in ACTIVATIONS:
+            raise ValueError(f"activation ({activation!r}) must be None or one of {', '.join(ACTIVATIONS)}.")
+        self.in_features = in_features
+        self.out_features = out_features
+        self.bottleneck_size = bottleneck_size
+        self.factor_a = nn.Linear(in_features, bottleneck_size, bias=False)
+        self.activation = nn.Identity() if activation is None else ACTIVATIONS[activation]()
+        self.factor_b = nn.Linear(bottleneck_size, out_features, bias=bias)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[…, in]`` to ``[…, out]``."""
+        output: Tensor = self.factor_b(self.activation(self.factor_a(x)))
+        return output

@@ -1,0 +1,98 @@
+"""What happens to a model, in order: tensor → recompute → pipeline → compile → data."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from lightning_boost.collectives import register_group
+from lightning_boost.mesh import TENSOR_AXIS, shard_bounds
+from lightning_boost.model.initialization import MakeValue, initial_values, set_parameter
+from lightning_boost.tensor_parallel.layout import Decoder
+from lightning_boost.tensor_parallel.scheme import SCHEMES
+
+
+def parallelize(decoder: Decoder, mesh: DeviceMesh, *, device: torch.device, seed: int) -> None:
+    """Spread a one-process decoder over the mesh, in place; names and global shapes of its parameters stay.
+
+    Parameters on the meta device are filled from ``seed`` and their names; others take process 0's values.
+
+    Args:
+        decoder: The model and where its parts are; checked already.
+        mesh: All processes.
+        device: Where this process computes.
+        seed: The same on every process.
+    """
+    scheme = SCHEMES["bottleneck"]
+    tensor_mesh = mesh[TENSOR_AXIS]
+    is_split = tensor_mesh.size() > 1
+    placements = scheme.placements(decoder) if is_split else None
+    materialize(decoder.root, tensor_mesh, placements, device=device, seed=seed)
+    if is_split:
+        scheme.swap(decoder, register_group(tensor_mesh.get_group()))
+
+
+@torch.no_grad()
+def materialize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    placements: Mapping[str, Placement] | None,
+    *,
+    device: torch.device,
+    seed: int,
+) -> None:
+    """Replace every parameter by this process's share, one at a time.
+
+    Args:
+        model: A one-process model, its parameters on the meta device or not.
+        mesh: The tensor axis.
+        placements: How each parameter is split; one without an entry is replicated. ``None``: plain parameters.
+        device: Where the shares go.
+        seed: For parameters on the meta device.
+
+    Raises:
+        ValueError: If a buffer is on the meta device.
+    """
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(
+                f"buffer {name} is on the meta device, where it has no values to start from."
+                " Build buffers on the CPU, or compute what they hold in forward."
+            )
+    values = _initial_values(model, seed)
+    replaced: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in replaced:
+            value = values[name]() if parameter.is_meta else _process_0s(parameter)
+            placement = None if placements is None else placements.get(name, Replicate())
+            share = value.to(device) if placement is None else shard(value, mesh, placement, device)
+            replaced[id(parameter)] = nn.Parameter(share, requires_grad=parameter.requires_grad)
+        set_parameter(model, name, replaced[id(parameter)])
+
+
+def shard(value: Tensor, mesh: DeviceMesh, placement: Placement, device: torch.device) -> DTensor:
+    """Return the DTensor of a whole ``value`` that every process has, without communication."""
+    share = value
+    if isinstance(placement, Shard):
+        start, stop = shard_bounds(value.shape[placement.dim], mesh.size(), mesh.get_local_rank())
+        share = value.narrow(placement.dim, start, stop - start)
+    # a copy: a view would keep the whole value alive
+    share = share.to(device, copy=True).contiguous()
+    return DTensor.from_local(share, mesh, [placement], run_check=False, shape=value.shape, stride=value.stride())
+
+
+def _initial_values(model: nn.Module, seed: int) -> dict[str, MakeValue]:
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return {}
+    std = getattr(getattr(model, "config", None), "initializer_range", 0.02)
+    return initial_values(model, std=std, seed=seed)
+
+
+def _process_0s(parameter: Tensor) -> Tensor:
+    value = parameter.detach()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(value, src=0)
+    return value

@@ -1,0 +1,284 @@
+"""``Trainer(strategy="boost")``: bottleneck-aware parallel training of an unchanged LightningModule."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed import ReduceOp
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_boost import checkpoint as checkpoints
+from lightning_boost.gradients import clip_gradients_by_norm
+from lightning_boost.mesh import DATA_AXIS, AutoSize, ParallelSizes, build_mesh
+from lightning_boost.parallelize import parallelize
+from lightning_boost.strategy.faults import report_failure
+from lightning_boost.strategy.lightning_internals import IS_INTERACTIVE, CheckedLauncher
+from lightning_boost.tensor_parallel.check import check_tensor_size, legal_sizes
+from lightning_boost.tensor_parallel.layout import Decoder, DecoderLayout, find_decoder
+from lightning_boost.tensor_parallel.scheme import SCHEMES
+
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
+"""Lightning's names of the precisions that keep training exact to their rounding."""
+
+_CHILDREN_GRACE_SECONDS = 5.0
+_SIZES = "_boost_parallel_sizes"
+
+
+class BoostParallelStrategy(ModelParallelStrategy):
+    """Train a low-rank language model on several processes exactly as on one.
+
+    The LightningModule stays as it is. Its decoder is found by the names of its parts and its layers are replaced by
+    parallel twins when the Trainer sets up; parameters keep their names and become DTensors with their global shapes.
+
+    Args:
+        tensor_parallel_size: Processes that share each layer; ``"auto"``: the largest size that divides the processes
+            of a node, the heads and the hidden features.
+        layout: Names of the decoder's parts, where they are not LLaMA's.
+        process_group_backend: ``None``: NCCL on GPUs, gloo on the CPU.
+        timeout: After which a collective that a process does not join is an error.
+
+    Raises:
+        ValueError: If ``tensor_parallel_size`` is not ``"auto"`` or a whole number of at least 1.
+    """
+
+    strategy_name = "boost"
+    materializes_parameters = True
+    """A module may leave its parameters on the meta device: this strategy fills them."""
+
+    def __init__(
+        self,
+        tensor_parallel_size: AutoSize = "auto",
+        *,
+        layout: DecoderLayout | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        super().__init__(
+            data_parallel_size=1,
+            tensor_parallel_size=tensor_parallel_size,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        if tensor_parallel_size != "auto":
+            ParallelSizes(tensor_parallel_size=tensor_parallel_size)
+        self.scheme = SCHEMES["bottleneck"]
+        self.sizes = ParallelSizes()
+        """The mesh's sizes, once set up."""
+
+        self.gradient_norm: float | None = None
+        """Global norm at the last clipping, before it."""
+
+        self.layout = layout
+
+    # ---- before processes start ----------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self.cluster_environment.creates_processes_externally or self.num_processes * self.num_nodes == 1:
+            return
+        if IS_INTERACTIVE:
+            raise ValueError(
+                f"devices ({self.num_processes}) must be 1 in a notebook: strategy 'boost' starts its other processes"
+                " by running the script again, and a notebook is no script."
+                " Move the Trainer into a .py file and run that, or set devices=1."
+            )
+        self._launcher = CheckedLauncher(
+            self.check_before_start, self.cluster_environment, self.num_processes, self.num_nodes
+        )
+
+    def check_before_start(self) -> None:
+        """Refuse what cannot work while there is one process and no group yet; the module is connected.
+
+        Raises:
+            ValueError: If the precision, the sizes or the decoder cannot be trained so.
+        """
+        precision = self.precision_plugin.precision
+        if precision not in PRECISIONS:
+            raise ValueError(
+                f"precision ({precision!r}) must be one of {', '.join(PRECISIONS)} with strategy 'boost': the range of"
+                " fp16 does not hold the sums of squares that online RMSNorm carries. Take 'bf16-true' or 'bf16-mixed'."
+            )
+        if self._tensor_parallel_size != "auto":
+            ParallelSizes(tensor_parallel_size=self._tensor_parallel_size).check_world(self._num_all_processes)
+        module = self._module
+        try:
+            decoder = find_decoder(module, self.layout)
+        except ValueError:
+            if is_overridden("configure_model", module):
+                return
+            raise
+        self._resolve_sizes(decoder)
+
+    def _resolve_sizes(self, decoder: Decoder) -> ParallelSizes:
+        """Check the decoder and return the mesh's sizes for it."""
+        already: ParallelSizes | None = decoder.root.__dict__.get(_SIZES)
+        if already is not None:
+            already.check_world(self._num_all_processes)
+            return already
+        size = self._tensor_parallel_size
+        if size == "auto":
+            size = max(legal for legal in legal_sizes(decoder) if self.num_processes % legal == 0)
+        sizes = ParallelSizes(tensor_parallel_size=size)
+        sizes.check_world(self._num_all_processes)
+        if size > 1:
+            check_tensor_size(decoder, size)
+            self.scheme.check(decoder)
+        return sizes
+
+    @property
+    def _num_all_processes(self) -> int:
+        return self.num_processes * self.num_nodes
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # ---- set-up --------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        """Start the process group; the mesh waits for the model, which tells the sizes it allows."""
+        self.check_before_start()
+        self._setup_distributed()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Spread the model over the mesh, once, and make the optimizers on what results."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._parallelize()
+        self.model_to_device()
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _parallelize(self) -> None:
+        module = self._module
+        decoder = find_decoder(module, self.layout)
+        self.sizes = sizes = self._resolve_sizes(decoder)
+        if self._device_mesh is None:
+            self._device_mesh = build_mesh(sizes, self.root_device.type)
+        module._device_mesh = self._device_mesh
+        if _SIZES not in decoder.root.__dict__:
+            # first to the run's dtype: shares are cut from values that are rounded already
+            self.precision_plugin.convert_module(decoder.root)
+            seed = self.broadcast(torch.initial_seed())
+            parallelize(decoder, self._device_mesh, device=self.root_device, seed=seed)
+            decoder.root.__dict__[_SIZES] = sizes
+        if sizes.tensor_parallel_size > 1:
+            _check_all_spread(module)
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                # the processes of a replica hold the same numbers: a sum over all would count them several times
+                metric.process_group = self._device_mesh[DATA_AXIS].get_group()
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Call ``configure_optimizers`` on the spread model.
+
+        Raises:
+            ValueError: If an optimizer holds parameters from before.
+        """
+        super().setup_optimizers(trainer)
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        held = [
+            parameter
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        stale = sum(id(parameter) not in names for parameter in held)
+        if stale:
+            raise ValueError(
+                f"configure_optimizers returned an optimizer with {stale} of {len(held)} parameters that are not the"
+                " module's: it was built before strategy 'boost' replaced them. Build it inside configure_optimizers,"
+                " from self.parameters()."
+            )
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        # Lightning's own would take the norm of this process's shares
+        setattr(self.precision_plugin, Precision.clip_grad_by_norm.__name__, self._clip_by_norm)
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        norm = clip_gradients_by_norm(self.precision_plugin.main_params(optimizer), clip_val)
+        self.gradient_norm = norm.item()
+
+    # ---- what processes agree on ---------------------------------------------------------------------------------
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """Reduce over the data axis; the processes of a replica hold the same values already."""
+        if group is None and self._device_mesh is not None:
+            if self._device_mesh[DATA_AXIS].size() == 1:
+                return tensor
+            group = self._device_mesh[DATA_AXIS].get_group()
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all processes, or any, say yes; the same on every one."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes, op=ReduceOp.MIN if all else ReduceOp.MAX)
+        return bool(votes)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return checkpoints.model_state(self._module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        bare = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return checkpoints.optimizer_state(self._module, bare)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save as a directory that any layout loads."""
+        if storage_options is not None:
+            raise ValueError("storage_options must be None with strategy 'boost': it writes the directory itself.")
+        tensors = {"state_dict": checkpoint.pop("state_dict")}
+        tensors |= {f"optimizer_{index}": state for index, state in enumerate(checkpoint.pop("optimizer_states", []))}
+        checkpoints.save_checkpoint(Path(self.broadcast(filepath)), tensors, checkpoint)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load what any layout saved; nothing but plain types is ever unpickled."""
+        path = Path(self.broadcast(checkpoint_path))
+        return checkpoints.load_checkpoint(path, self._module, self.optimizers)
+
+    # ---- ending --------------------------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell which process failed first, and leave none behind."""
+        super().on_exception(exception)
+        report_failure(exception, self.global_rank)
+        if isinstance(self._launcher, CheckedLauncher):
+            self._launcher.end_children(_CHILDREN_GRACE_SECONDS)
+
+
+def _check_all_spread(module: LightningModule) -> None:
+    """Check that the decoder holds every parameter of the module: others would not be kept equal over processes."""
+    outside = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
+    if outside:
+        raise ValueError(
+            f"parameters outside the decoder cannot be trained with tensor_parallel_size above 1 yet: {outside[:5]}."
+            " Move them into the decoder's root module, or train with tensor_parallel_size=1."
+        )

@@ -1,0 +1,205 @@
+"""Where the parts of a decoder stand, by dotted name.
+
+A layout is all that this package knows of a model: which module is the embedding, which norm each group of
+projections reads, and so on. ``LLAMA`` fits every model of that family's naming and is looked for by itself.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from torch import nn
+
+from lightning_boost.model.loss import NextTokenLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectionGroup:
+    """Projections that read the same norm, which nothing else reads. Names are relative to a decoder layer."""
+
+    norm: str
+    projections: tuple[str, ...]
+    chunk: str
+    """What the group's collectives are called in counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoneProjection:
+    """A projection with no norm in front of it. The name is relative to a decoder layer."""
+
+    projection: str
+    chunk: str
+    """What its collectives are called in counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderLayout:
+    """Dotted names of a decoder's parts, relative to the module that holds all of them.
+
+    Heads are read from the model's ``config``, from the attention module's ``head_size`` or ``head_dim``, or given here.
+    """
+
+    embedding: str
+    layers: str
+    """The list of decoder layers."""
+
+    groups: tuple[ProjectionGroup, ...]
+    lone_projections: tuple[LoneProjection, ...]
+    final_norm: str
+    head: str
+    loss: str | None = None
+    """A module called with (hidden, head weight, labels) that may go through the vocabulary in shares; absent in models
+    that take their loss from logits."""
+
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+
+    def projections(self) -> list[str]:
+        """Names of every projection of a layer."""
+        grouped = [name for group in self.groups for name in group.projections]
+        return grouped + [lone.projection for lone in self.lone_projections]
+
+    def model_parts(self) -> list[str]:
+        """Names that must resolve from the model's root."""
+        return [self.embedding, self.layers, self.final_norm, self.head]
+
+    def layer_parts(self) -> list[str]:
+        """Names that must resolve from each layer."""
+        return [group.norm for group in self.groups] + self.projections()
+
+
+LLAMA = DecoderLayout(
+    embedding="model.embed_tokens",
+    layers="model.layers",
+    groups=(
+        ProjectionGroup(
+            norm="input_layernorm",
+            projections=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            chunk="qkv",
+        ),
+        ProjectionGroup(norm="post_attention_layernorm", projections=("mlp.gate_proj", "mlp.up_proj"), chunk="gate_up"),
+    ),
+    lone_projections=(
+        LoneProjection(projection="self_attn.o_proj", chunk="o"),
+        LoneProjection(projection="mlp.down_proj", chunk="down"),
+    ),
+    final_norm="model.norm",
+    head="lm_head",
+    loss="loss",
+)
+"""The names of LLaMA, Mistral, Qwen2 and CoLA in Hugging Face's form, and of this package's own model."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A model whose parts a layout has found."""
+
+    root: nn.Module
+    layout: DecoderLayout
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """The decoder layers by full name, in order."""
+        layers = self.root.get_submodule(self.layout.layers)
+        return {f"{self.layout.layers}.{index}": layer for index, layer in layers.named_children()}
+
+    def part(self, name: str) -> nn.Module:
+        """Return the part of the whole model called ``name`` in the layout."""
+        return self.root.get_submodule(name)
+
+    @property
+    def hidden_size(self) -> int:
+        """``D``."""
+        return self.root.get_parameter(f"{self.layout.embedding}.weight").shape[-1]
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the model holds the loss module that the layout names."""
+        return isinstance(getattr(self.root, self.layout.loss or "", None), NextTokenLoss)
+
+    @property
+    def attention_heads(self) -> tuple[int, int]:
+        """Attention heads and key/value heads.
+
+        Raises:
+            ValueError: If neither the layout, nor the model's ``config``, nor the attention module tells.
+        """
+        layout, config = self.layout, getattr(self.root, "config", None)
+        heads = layout.num_attention_heads or getattr(config, "num_attention_heads", None)
+        key_value = layout.num_key_value_heads or getattr(config, "num_key_value_heads", None)
+        if heads is None:
+            heads, key_value = self._heads_from_attention()
+        return heads, key_value or heads
+
+    def _heads_from_attention(self) -> tuple[int, int]:
+        layer = next(iter(self.layers.values()))
+        query, key, *_ = self.layout.groups[0].projections
+        attention = layer.get_submodule(query.rpartition(".")[0])
+        head_size = getattr(attention, "head_size", None) or getattr(attention, "head_dim", None)
+        if not isinstance(head_size, int):
+            raise ValueError(
+                f"the number of attention heads is not known: the model has no config.num_attention_heads and"
+                f" {type(attention).__name__} has no head_size or head_dim."
+                " Give DecoderLayout(num_attention_heads=…, num_key_value_heads=…)."
+            )
+        return tuple(layer.get_submodule(name).out_features // head_size for name in (query, key))  # type: ignore
+
+
+def find_decoder(module: nn.Module, layout: DecoderLayout | None = None) -> Decoder:
+    """Find the outermost submodule of ``module`` in which every part of the layout resolves.
+
+    Args:
+        module: Typically a LightningModule.
+        layout: Names to look for; ``None`` takes ``LLAMA``.
+
+    Raises:
+        ValueError: If there is none; the message lists what was looked for and the nearest names there are.
+    """
+    wanted = layout or LLAMA
+    candidates = [candidate for _, candidate in module.named_modules()]
+    for candidate in candidates:
+        if not any(True for _ in _missing_parts(candidate, wanted)):
+            return Decoder(candidate, wanted)
+    nearest = min(candidates, key=lambda candidate: sum(1 for _ in _missing_parts(candidate, wanted)))
+    raise ValueError(_describe_missing(module, nearest, wanted))
+
+
+def _missing_parts(root: nn.Module, layout: DecoderLayout) -> Iterator[str]:
+    """Yield the names that do not resolve; a layer's parts are looked up in every layer."""
+    yield from (name for name in layout.model_parts() if not _has(root, name))
+    if not _has(root, layout.layers):
+        return
+    layers = list(root.get_submodule(layout.layers).named_children())
+    if not layers:
+        yield f"{layout.layers}.0"
+    for index, layer in layers:
+        yield from (f"{layout.layers}.{index}.{name}" for name in layout.layer_parts() if not _has(layer, name))
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    try:
+        module.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _describe_missing(module: nn.Module, nearest: nn.Module, layout: DecoderLayout) -> str:
+    """Write what was looked for in ``module`` and, in its most similar submodule, what was not found."""
+    missing = list(_missing_parts(nearest, layout))
+    if len(missing) > len(layout.model_parts()) - 1:
+        looked_for = ", ".join([*layout.model_parts(), *layout.layer_parts()])
+        return (
+            f"{type(module).__name__} holds no decoder that strategy 'boost' can swap: none of its submodules has all"
+            f" of {looked_for}. If it is not built yet, build it in __init__ or configure_model; if it names its parts"
+            " otherwise, pass BoostParallelStrategy(layout=DecoderLayout(…))."
+        )
+    names = [name for name, _ in nearest.named_modules() if name]
+    lines = []
+    for part in missing[:5]:
+        close = get_close_matches(part, names, n=3, cutoff=0.6)
+        lines.append(f"{part} (nearest: {', '.join(close) or 'nothing'})")
+    return (
+        f"{type(nearest).__name__} lacks parts of the decoder that strategy 'boost' swaps: {'; '.join(lines)}."
+        " If it names its parts otherwise, pass BoostParallelStrategy(layout=DecoderLayout(…))."
+    )

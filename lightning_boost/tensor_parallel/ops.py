@@ -1,0 +1,194 @@
+"""The two halves of a chunk: into the bottleneck with one all-reduce, out of it with one in backward.
+
+Letters: ``N`` rows (micro-batch × tokens), ``D`` hidden, ``d = D/tp`` this process's share of a sharded feature dim,
+``R`` the sum of a group's bottleneck sizes, ``w`` this process's output features of the group.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_boost.collectives import Label, all_reduce, group_index, group_size, start_all_reduce
+from lightning_boost.tensor_parallel.library import operator, wide_dtype
+from lightning_boost.tensor_parallel.statistic import read_statistic, statistic_columns, write_statistic
+
+
+@operator(
+    "norm_project_reduce(Tensor x, Tensor gamma, Tensor[] factors_a, float eps, int hidden_size, str group, str chunk)"
+    " -> (Tensor, Tensor)"
+)
+def _norm_project_reduce(
+    x: Tensor, gamma: Tensor, factors_a: Sequence[Tensor], eps: float, hidden_size: int, group: str, chunk: str
+) -> tuple[Tensor, Tensor]:
+    wide = x.to(wide_dtype(x.dtype))
+    factor_a = torch.cat(list(factors_a))
+    num_processes, width = group_size(group), factor_a.shape[0]
+    # the GEMM writes into the buffer that is reduced: no copy between them
+    buffer = factor_a.new_empty(x.shape[0], width + statistic_columns(factor_a.dtype, num_processes))
+    latents, columns = buffer[:, :width], buffer[:, width:]
+    torch.mm((wide * gamma).to(factor_a.dtype), factor_a.t(), out=latents)
+    write_statistic(columns, wide.square().sum(-1), group_index(group))
+    all_reduce(buffer, group, Label(chunk, "forward"))
+    rho = torch.rsqrt(read_statistic(columns, num_processes) / hidden_size + eps)
+    return (latents * rho).to(factor_a.dtype), rho
+
+
+class NormProjectReduce(torch.autograd.Function):
+    """Compute ``z = ρ · Σ A(γ x)`` with ``ρ = (Σ x²/D + eps)^-½``: online RMSNorm and grouped A in one all-reduce.
+
+    ρ is common to a token, so it may be applied after the sum over processes; both sums then travel together.
+
+    ================  ===============  ==========================================
+    tensor            this process     note
+    ================  ===============  ==========================================
+    ``x``             ``[N, d]``       sharded over features
+    ``gamma``         ``[d]``          sharded over features
+    ``factors_a``     ``[R_i, d]``     row-parallel, in the dtype of the GEMM
+    ``z``             ``[N, R]``       whole, in that dtype
+    ``ρ``             ``[N, 1]``       whole, fp32 at least; not differentiable
+    ================  ===============  ==========================================
+
+    Communication: forward one all-reduce of ``N (R + statistic columns)`` values; backward none, given that the
+    gradient ``g`` of ``z`` is already summed over the group. With ``u = ρ g``, ``t = Aᵀ u`` and
+    ``c = ρ²/D ⟨g, z⟩``: ``dx = γ t - c x``, ``dγ = Σ_N x t``, ``dA = uᵀ (γ x)``. The inner product that RMSNorm's
+    backward takes over ``D`` features is taken over the ``R`` whole ones instead, which every process has.
+
+    Saved for backward: ``x``, ``z``, ``ρ`` (and the parameters).
+    Source: the BOOST paper's online RMSNorm, in its deferred form (docs/how_it_works/online_rms_norm.md).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gamma: Tensor, eps: float, hidden_size: int, group: str, chunk: str, *factors_a: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``z`` and ``ρ``."""
+        z, rho = _norm_project_reduce(x, gamma, factors_a, eps, hidden_size, group, chunk)
+        ctx.save_for_backward(x, gamma, z, rho, *factors_a)
+        ctx.mark_non_differentiable(rho)
+        ctx.hidden_size = hidden_size
+        return z, rho
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_z: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of ``x``, ``gamma`` and the factors."""
+        x, gamma, z, rho, *factors_a = ctx.saved_tensors
+        factor_a = torch.cat(factors_a)
+        wide, wide_grad = x.to(rho.dtype), grad_z.to(rho.dtype)
+        u = (wide_grad * rho).to(factor_a.dtype)
+        t = torch.mm(u, factor_a).to(rho.dtype)
+        c = (wide_grad * z).sum(-1, keepdim=True) * rho.square() / ctx.hidden_size
+        grad_x = (gamma * t - c * wide).to(x.dtype)
+        grad_gamma = (wide * t).sum(0).to(gamma.dtype)
+        grad_a = torch.mm(u.t(), (wide * gamma).to(factor_a.dtype))
+        sizes = [factor.shape[0] for factor in factors_a]
+        return grad_x, grad_gamma, None, None, None, None, *grad_a.split(sizes)
+
+
+@operator("project_reduce(Tensor x, Tensor factor_a, str group, str chunk) -> Tensor")
+def _project_reduce(x: Tensor, factor_a: Tensor, group: str, chunk: str) -> Tensor:
+    z = torch.mm(x.to(factor_a.dtype), factor_a.t())
+    all_reduce(z, group, Label(chunk, "forward"))
+    return z
+
+
+class ProjectReduce(torch.autograd.Function):
+    """Compute ``z = Σ A x`` for a projection that no norm stands in front of (o, down).
+
+    ``x`` is ``[N, d]``, ``factor_a`` ``[R, d]``, ``z`` ``[N, R]`` whole.
+
+    Communication: forward one all-reduce of ``N R`` values; backward none, the gradient of ``z`` being whole.
+    Saved for backward: ``x`` (and the parameter).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor_a: Tensor, group: str, chunk: str) -> Tensor:
+        """Return ``z``."""
+        ctx.save_for_backward(x, factor_a)
+        z: Tensor = _project_reduce(x, factor_a, group, chunk)
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_z: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of ``x`` and the factor."""
+        x, factor_a = ctx.saved_tensors
+        grad_a = torch.mm(grad_z.t(), x.to(factor_a.dtype))
+        return torch.mm(grad_z, factor_a).to(x.dtype), grad_a, None, None
+
+
+def _grouped_mm(source: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Multiply the parts of ``source`` by a weight each and lay the results side by side.
+
+    One batched GEMM where the weights agree in shape, one GEMM each where not; neither copies an input or an output.
+
+    Args:
+        source: ``[N, ΣK_i]``.
+        weights: ``[K_i, M_i]`` each; the result is ``[N, ΣM_i]``.
+    """
+    depth, width = weights[0].shape
+    output = source.new_empty(source.shape[0], sum(weight.shape[1] for weight in weights))
+    if len(weights) > 1 and all(weight.shape == (depth, width) for weight in weights):
+        parts = source.unflatten(-1, (len(weights), depth)).transpose(0, 1)
+        torch.bmm(parts, torch.stack(list(weights)), out=output.unflatten(-1, (len(weights), width)).transpose(0, 1))
+        return output
+    sources = source.split([weight.shape[0] for weight in weights], -1)
+    outputs = output.split([weight.shape[1] for weight in weights], -1)
+    for part, weight, result in zip(sources, weights, outputs, strict=True):
+        torch.mm(part, weight, out=result)
+    return output
+
+
+@operator("expand(Tensor z, Tensor[] factors_b) -> Tensor")
+def _expand(z: Tensor, factors_b: Sequence[Tensor]) -> Tensor:
+    return _grouped_mm(z, [factor.t() for factor in factors_b])
+
+
+@operator("expand_backward(Tensor grad_y, Tensor z, Tensor[] factors_b, str group, str chunk) -> (Tensor, Tensor[])")
+def _expand_backward(
+    grad_y: Tensor, z: Tensor, factors_b: Sequence[Tensor], group: str, chunk: str
+) -> tuple[Tensor, list[Tensor]]:
+    grad_z = _grouped_mm(grad_y, factors_b)
+    in_flight = start_all_reduce(grad_z, group, Label(chunk, "backward"))
+    # the factors' gradients do not wait for the sum: they are computed while it travels
+    grad_outputs = grad_y.split([factor.shape[0] for factor in factors_b], -1)
+    latents = z.split([factor.shape[1] for factor in factors_b], -1)
+    grads_b = [torch.mm(grad.t(), latent) for grad, latent in zip(grad_outputs, latents, strict=True)]
+    in_flight.wait()
+    return grad_z, grads_b
+
+
+class Expand(torch.autograd.Function):
+    """Compute every projection's ``B z`` of a group, side by side.
+
+    ================  ===============  ==========================================
+    tensor            this process     note
+    ================  ===============  ==========================================
+    ``z``             ``[N, R]``       whole latents, σ applied
+    ``factors_b``     ``[w_i, R_i]``   column-parallel
+    ``y``             ``[N, w]``       this process's features of each projection
+    ================  ===============  ==========================================
+
+    Communication: forward none; backward one all-reduce of ``N R`` values, in flight while the gradients of the
+    factors are computed.
+    Saved for backward: ``z`` (and the parameters).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, group: str, chunk: str, *factors_b: Tensor) -> Tensor:
+        """Return ``y``."""
+        ctx.save_for_backward(z, *factors_b)
+        ctx.group, ctx.chunk = group, chunk
+        y: Tensor = _expand(z, factors_b)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of ``z``, whole, and of the factors."""
+        z, *factors_b = ctx.saved_tensors
+        grad_z, grads_b = _expand_backward(grad_y, z, factors_b, ctx.group, ctx.chunk)
+        return grad_z, None, None, *grads_b
