@@ -59,7 +59,7 @@ def _warn_of_namesake() -> None:
 
 
 def _refuse_other_namespace() -> None:
-    """Give the Trainer of the pytorch_lightning package, whose classes are other ones, a sentence instead of a riddle."""
+    """Have the Trainer of the pytorch_lightning package, whose classes are other ones, say what is wrong."""
     other = sys.modules.get("pytorch_lightning.strategies")
     if other is None:
         return

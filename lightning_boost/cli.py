@@ -21,6 +21,8 @@ from lightning_boost.strategy.boost import BoostParallelStrategy
 COMMANDS: dict[str, Callable[..., int]] = {"parity": parity}
 """Commands beside Lightning's; each returns the exit code."""
 
+PROGRAM = "python -m lightning_boost"
+
 DESCRIPTION = (
     "Train low-rank language models. Beside the subcommands below: "
     + ", ".join(f"{name} ({inspect.getdoc(command).partition(chr(10))[0]})" for name, command in COMMANDS.items())  # type: ignore[union-attr]
@@ -42,7 +44,7 @@ class _Parser(LightningArgumentParser):
         unknown = _UNKNOWN_OPTION.search(message)
         if unknown:
             message += self._nearest(unknown[1] or unknown[2], getattr(ex, "subcommand_parser", None) or self)
-        sys.stderr.write(f"error: {message}\nAll options: {self.prog} --help\n")
+        sys.stderr.write(f"error: {message}\nAll options: {self.prog.replace(' [options]', '')} --help\n")
         self.exit(2)
         raise AssertionError
 
@@ -56,7 +58,7 @@ class _Parser(LightningArgumentParser):
 
 
 class BoostCLI(LightningCLI):
-    """``fit``, ``validate``, ``test`` and ``predict``, with wrong values told in one sentence before anything starts."""
+    """``fit``, ``validate``, ``test`` and ``predict``; wrong values are told in one sentence before anything starts."""
 
     @override
     def instantiate_classes(self) -> None:
@@ -83,14 +85,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given and given[0] in COMMANDS:
         name, *rest = given
-        parser = _Parser(prog=f"lightning_boost {name}")
-        parser.add_function_arguments(COMMANDS[name])
-        sys.exit(COMMANDS[name](**vars(parser.instantiate_classes(parser.parse_args(rest)))))
+        sys.exit(COMMANDS[name](**vars(_command_parser(name).parse_args(rest))))
     BoostCLI(
         LowRankLanguageModel,
         TextDataModule,
         args=None if arguments is None else given,
         parser_class=_Parser,
-        parser_kwargs={"description": DESCRIPTION},
+        parser_kwargs={"prog": PROGRAM, "description": DESCRIPTION},
         auto_configure_optimizers=False,
     )
+
+
+def _command_parser(name: str) -> _Parser:
+    """Return a parser of a command's parameters; those that are off by default become flags."""
+    command = COMMANDS[name]
+    parameters = inspect.signature(command).parameters
+    flags = [option for option, parameter in parameters.items() if parameter.default is False]
+    description, *_ = (inspect.getdoc(command) or "").partition("\n\nArgs:")
+    parser = _Parser(prog=f"{PROGRAM} {name}", description=description, default_meta=False)
+    parser.add_function_arguments(command, skip=set(flags))
+    for flag in flags:
+        parser.add_argument(f"--{flag}", action="store_true", help=_describe(command, flag))
+    return parser
+
+
+def _describe(command: Callable[..., int], option: str) -> str:
+    """Return what the command's docstring says of an option."""
+    described = re.search(rf"^ *{option}: (.*)$", inspect.getdoc(command) or "", re.MULTILINE)
+    return described[1] if described else ""

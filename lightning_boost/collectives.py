@@ -116,7 +116,8 @@ def all_reduce(tensor: Tensor, group: str, label: Label) -> None:
 def start_all_reduce(tensor: Tensor, group: str, label: Label) -> Work:
     """Start summing ``tensor`` over the group, in place; the caller waits before it reads the tensor."""
     _check_and_count("all_reduce", tensor, label)
-    return dist.all_reduce(tensor, group=_groups[group], async_op=True)
+    work: Work = dist.all_reduce(tensor, group=_groups[group], async_op=True)
+    return work
 
 
 def all_gather(tensor: Tensor, group: str, label: Label) -> Tensor:

@@ -27,8 +27,8 @@ class LowRankConfig:
     """Width ``R`` of every pair; ``None`` takes a quarter of ``hidden_size``, CoLA's usual choice."""
 
     keep_outer_activation: bool | None = None
-    """Whether the MLP keeps LLaMA's ``SiLU(gate) * up``. ``None``: kept by ``svd``, dropped by ``cola`` (its models from
-    350M on; the published 60M and 130M models keep it)."""
+    """Whether the MLP keeps LLaMA's ``SiLU(gate) * up``. ``None``: kept by ``svd``, dropped by ``cola``. Of CoLA's
+    published models those of 60M and 130M keep it, larger ones do not."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("svd", "cola"):
@@ -105,7 +105,7 @@ class LlamaConfig:
             )
         if self.head_size % 2:
             raise ValueError(
-                f"hidden_size / num_attention_heads ({self.head_size}) must be even, since rotary embedding turns pairs."
+                f"hidden_size / num_attention_heads ({self.head_size}) must be even: rotary embedding turns pairs."
             )
         if self.key_value_heads < 1 or self.num_attention_heads % self.key_value_heads:
             raise ValueError(

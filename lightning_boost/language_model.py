@@ -4,10 +4,11 @@ import math
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_boost.config import LlamaConfig
@@ -19,8 +20,8 @@ from lightning_boost.model.loss import count_valid, next_tokens
 Batch = dict[str, Tensor]
 
 
-class Perplexity(Metric):
-    """Exponential of the mean loss over all valid tokens seen, from batches' mean losses and token counts."""
+class TokenLoss(Metric):
+    """Mean loss over all valid tokens seen, from batches' mean losses and token counts; summed in fp64."""
 
     higher_is_better = False
     total: Tensor
@@ -44,8 +45,17 @@ class Perplexity(Metric):
 
     @override
     def compute(self) -> Tensor:
+        """Return the mean over everything added, fp32."""
+        return (self.total / self.num_tokens).float()
+
+
+class Perplexity(TokenLoss):
+    """Exponential of the mean loss over all valid tokens seen."""
+
+    @override
+    def compute(self) -> Tensor:
         """Return the perplexity of everything added, fp32."""
-        return (self.total / self.num_tokens).exp().float()
+        return super().compute().exp()
 
 
 class LowRankLanguageModel(LightningModule):
@@ -92,8 +102,8 @@ class LowRankLanguageModel(LightningModule):
         # no values yet: a strategy may want to make only its share of them
         with torch.device("meta"):
             self.model = LlamaForCausalLM(config)
+        self.val_loss, self.test_loss = TokenLoss(), TokenLoss()
         self.val_perplexity, self.test_perplexity = Perplexity(), Perplexity()
-        self.val_mean_loss, self.test_mean_loss = MeanMetric(), MeanMetric()
 
     @override
     def configure_model(self) -> None:
@@ -129,19 +139,19 @@ class LowRankLanguageModel(LightningModule):
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to ``val_loss`` and ``val_perplexity``."""
-        self._evaluate(batch, "val", self.val_mean_loss, self.val_perplexity)
+        self._evaluate(batch, "val", self.val_loss, self.val_perplexity)
 
     @override
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to ``test_loss`` and ``test_perplexity``."""
-        self._evaluate(batch, "test", self.test_mean_loss, self.test_perplexity)
+        self._evaluate(batch, "test", self.test_loss, self.test_perplexity)
 
-    def _evaluate(self, batch: Batch, name: str, mean_loss: MeanMetric, perplexity: Perplexity) -> None:
+    def _evaluate(self, batch: Batch, name: str, token_loss: TokenLoss, perplexity: Perplexity) -> None:
         loss = self.model(**batch)
         num_tokens = count_valid(next_tokens(batch["labels"]))
-        mean_loss.update(loss, num_tokens)
+        token_loss.update(loss, num_tokens)
         perplexity.update(loss, num_tokens)
-        self.log(f"{name}_loss", mean_loss, prog_bar=True)
+        self.log(f"{name}_loss", token_loss, prog_bar=True)
         self.log(f"{name}_perplexity", perplexity)
 
     @override
@@ -155,12 +165,13 @@ class LowRankLanguageModel(LightningModule):
         self.log("gradient_norm", global_gradient_norm(self.parameters()))
 
     @override
-    def configure_optimizers(self) -> dict[str, object]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return AdamW and its schedule."""
         optimizer = AdamW(self._parameter_groups(), lr=self.learning_rate, betas=self.betas, foreach=True)
         total_steps = self.max_steps or self.trainer.estimated_stepping_batches
         schedule = LambdaLR(optimizer, lambda step: _warmup_then_cosine(step, self.warmup_steps, total_steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        lr_scheduler = LRSchedulerConfigType(scheduler=schedule, interval="step")
+        return OptimizerLRSchedulerConfig(optimizer=optimizer, lr_scheduler=lr_scheduler)
 
     def _parameter_groups(self) -> list[dict[str, object]]:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]

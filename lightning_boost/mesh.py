@@ -3,7 +3,6 @@
 "Axis" always means an axis of the mesh; tensors have dims.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,11 +45,11 @@ class ParallelSizes:
             ValueError: If the sizes do not multiply to ``world_size``.
         """
         if self.world_size != world_size:
+            given = {name: size for name, size in vars(self).items() if size > 1} or {"tensor_parallel_size": 1}
+            product = " × ".join(f"{name} ({size})" for name, size in given.items())
             raise ValueError(
-                f"pipeline_parallel_size ({self.pipeline_parallel_size}) × data_parallel_size"
-                f" ({self.data_parallel_size}) × tensor_parallel_size ({self.tensor_parallel_size}) ="
-                f" {self.world_size} must equal the number of processes ({world_size}, devices × num_nodes);"
-                f" change devices, or take a tensor_parallel_size that divides it: {divisors(world_size)}."
+                f"{product} = {self.world_size} must equal the number of processes ({world_size}, devices × num_nodes);"
+                f" set devices to {self.world_size}, or the sizes so that they multiply to {world_size}."
             )
 
     def __str__(self) -> str:
@@ -74,11 +73,6 @@ def build_mesh(sizes: ParallelSizes, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, shape, mesh_dim_names=(PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS))
 
 
-def divisors(number: int) -> list[int]:
-    """Return every divisor of ``number``, ascending."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
 def legal_tensor_sizes(*must_divide: int) -> list[int]:
     """Return the tensor sizes that divide every one of the given counts (heads, hidden features)."""
     smallest = min(must_divide)
@@ -94,8 +88,3 @@ def shard_bounds(size: int, num_shards: int, index: int) -> tuple[int, int]:
     width = -(-size // num_shards)
     start = min(index * width, size)
     return start, min(start + width, size)
-
-
-def format_sizes(sizes: Sequence[int]) -> str:
-    """Write legal sizes as an error message shows them."""
-    return ", ".join(map(str, sizes))

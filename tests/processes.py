@@ -99,6 +99,6 @@ def _run_one(
         dist.barrier()
         sending.send((None, result))
         dist.destroy_process_group()
-    except BaseException:  # noqa: BLE001 - whatever ends a process is the test's to see
+    except BaseException:
         sending.send((traceback.format_exc(), None))
         os._exit(1)

@@ -48,6 +48,15 @@ class RunSummary(Callback):
         self._norms: list[NormDifference] = []
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check that the module tells its sizes, before time is spent.
+
+        Raises:
+            TypeError: If it has no ``LlamaConfig``.
+        """
+        _config(pl_module)
+
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the first step's collectives."""
         if self._log is None:
@@ -112,17 +121,17 @@ class RunSummary(Callback):
         Console().print(table)
 
     def _sample(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
-        tokenizer = getattr(trainer.datamodule, "tokenizer", None)
+        datamodule: Any = getattr(trainer, "datamodule", None)
+        tokenizer = getattr(datamodule, "tokenizer", None)
         if tokenizer is None or self.sample_tokens == 0:
             return None
         prompt = torch.tensor([tokenizer.encode(self.prompt)], device=pl_module.device)
-        context: int = trainer.datamodule.sequence_length
-        tokens = generate_greedily(pl_module, prompt, self.sample_tokens, context)
+        tokens = generate_greedily(pl_module, prompt, self.sample_tokens, datamodule.sequence_length)
         text: str = tokenizer.decode(tokens[0].tolist())
         return text
 
     def _rows(self, trainer: Trainer, pl_module: LightningModule) -> Iterator[Row]:
-        config: LlamaConfig = pl_module.config
+        config = _config(pl_module)
         size = pl_module.device_mesh[TENSOR_AXIS].size() if pl_module.device_mesh is not None else 1
         yield "layout", f"{size} processes share each layer" if size > 1 else "one process"
         yield (
@@ -132,7 +141,7 @@ class RunSummary(Callback):
         low, full = count_parameters(config), count_parameters(config, full_rank=True)
         yield "parameters", f"{low:,}; with full-rank matrices {full:,} ({full / low:.2f} times as many)"
         if size > 1 and self._log is not None:
-            columns = statistic_columns(pl_module.model.lm_head.weight.dtype, size)
+            columns = statistic_columns(next(pl_module.parameters()).dtype, size)
             yield from _communication(self._log, config, self._tokens_of_step, columns)
         if self._norms:
             worst = max(self._norms, key=lambda norm: norm.max_absolute)
@@ -151,6 +160,15 @@ class RunSummary(Callback):
             yield "checkpoint", path
         if self.next_command:
             yield "to try next", self.next_command.format(checkpoint=path)
+
+
+def _config(pl_module: LightningModule) -> LlamaConfig:
+    config = getattr(pl_module, "config", None)
+    if not isinstance(config, LlamaConfig):
+        raise TypeError(
+            f"RunSummary reads the sizes from the module's config, a LlamaConfig; {type(pl_module).__name__} has none."
+        )
+    return config
 
 
 def _last_checkpoint(trainer: Trainer) -> str:

@@ -47,4 +47,5 @@ class Attention(nn.Module):
 
     def _split_heads(self, features: Tensor) -> Tensor:
         """Turn ``[B, T, H·E]`` into ``[B, H, T, E]``."""
-        return features.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        heads: Tensor = features.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        return heads

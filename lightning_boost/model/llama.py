@@ -26,8 +26,8 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Map ``[B, T, D]`` to ``[B, T, D]``."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary)
-        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return hidden
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
 
 
 class LlamaModel(nn.Module):

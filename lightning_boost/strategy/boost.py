@@ -111,7 +111,8 @@ class BoostParallelStrategy(ModelParallelStrategy):
                 " fp16 does not hold the sums of squares that online RMSNorm carries. Take 'bf16-true' or 'bf16-mixed'."
             )
         if self._tensor_parallel_size != "auto":
-            ParallelSizes(tensor_parallel_size=self._tensor_parallel_size).check_world(self._num_all_processes)
+            sizes = ParallelSizes(tensor_parallel_size=int(self._tensor_parallel_size))
+            sizes.check_world(self._num_all_processes)
         module = self._module
         try:
             decoder = find_decoder(module, self.layout)
@@ -127,15 +128,27 @@ class BoostParallelStrategy(ModelParallelStrategy):
         if already is not None:
             already.check_world(self._num_all_processes)
             return already
-        size = self._tensor_parallel_size
-        if size == "auto":
-            size = max(legal for legal in legal_sizes(decoder) if self.num_processes % legal == 0)
+        if self._tensor_parallel_size == "auto":
+            size = self._largest_legal_size(decoder)
+        else:
+            size = int(self._tensor_parallel_size)
         sizes = ParallelSizes(tensor_parallel_size=size)
         sizes.check_world(self._num_all_processes)
         if size > 1:
             check_tensor_size(decoder, size)
             self.scheme.check(decoder)
         return sizes
+
+    def _largest_legal_size(self, decoder: Decoder) -> int:
+        legal = legal_sizes(decoder)
+        size = max(candidate for candidate in legal if self.num_processes % candidate == 0)
+        if size != self._num_all_processes:
+            raise ValueError(
+                f"tensor_parallel_size ('auto') must take all {self._num_all_processes} processes (devices ×"
+                f" num_nodes), and the heads and hidden features of this model allow {', '.join(map(str, legal))}."
+                " Set devices to one of these."
+            )
+        return size
 
     @property
     def _num_all_processes(self) -> int:

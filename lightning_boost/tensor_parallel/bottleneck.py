@@ -69,8 +69,8 @@ class ProjectionSlice(FactorPair):
         widths = [member.local_width for member in self.__dict__["members"]]
         if outputs.shape[-1] != sum(widths):
             raise RuntimeError(
-                f"a projection of a group got {outputs.shape[-1]} features where its norm gives {sum(widths)}: something"
-                " stands between the norm and the projection. Describe the model's parts with a DecoderLayout."
+                f"a projection of a group got {outputs.shape[-1]} features where its norm gives {sum(widths)}:"
+                " something stands between the two. Describe the model's parts with a DecoderLayout."
             )
         return outputs.narrow(-1, sum(widths[: self.index]), widths[self.index])
 
@@ -97,7 +97,7 @@ class NormalizedProjections(nn.Module):
         chunk: str,
     ) -> None:
         super().__init__()
-        self.weight = norm.weight
+        self.weight = norm.get_parameter("weight")
         self.eps = eps
         self.hidden_size = hidden_size
         self.group = group
@@ -115,7 +115,7 @@ class NormalizedProjections(nn.Module):
             rows, local(self.weight), self.eps, self.hidden_size, self.group, self.chunk, *factors_a
         )
         y = expand(activate(z, members), members, self.group, self.chunk)
-        return y.unflatten(0, x.shape[:-1])
+        return y.view(*x.shape[:-1], -1)
 
 
 class BottleneckParallelLinear(FactorPair):
@@ -140,7 +140,7 @@ class BottleneckParallelLinear(FactorPair):
         factor_a = local(self.factor_a.weight)
         z = ProjectReduce.apply(x.flatten(0, -2), factor_a.to(gemm_dtype(factor_a)), self.group, self.chunk)
         y = expand(activate(z, [self]), [self], self.group, self.chunk)
-        return y.unflatten(0, x.shape[:-1])
+        return y.view(*x.shape[:-1], -1)
 
 
 class FeatureShardedEmbedding(nn.Module):

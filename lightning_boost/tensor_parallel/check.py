@@ -48,6 +48,25 @@ def check_projection(module: nn.Module, name: str) -> None:
         )
 
 
+def check_ends(decoder: Decoder) -> None:
+    """Check that the embedding and the head are plain ones with weights of their own.
+
+    Raises:
+        ValueError: If they are of another class, the head has a bias, or they share a weight.
+    """
+    layout = decoder.layout
+    embedding, head = decoder.part(layout.embedding), decoder.part(layout.head)
+    if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
+        raise ValueError(f"{layout.embedding} is a {type(embedding).__name__} and must be a torch.nn.Embedding.")
+    if type(head) is not nn.Linear or head.bias is not None:
+        raise ValueError(f"{layout.head} is a {type(head).__name__} and must be a torch.nn.Linear without a bias.")
+    if embedding.weight is head.weight:
+        raise ValueError(
+            f"{layout.embedding} and {layout.head} share one weight, which cannot be split for both yet."
+            " Give the head a weight of its own (tie_word_embeddings: false), or set tensor_parallel_size to 1."
+        )
+
+
 def norm_eps(norm: nn.Module, name: str) -> float:
     """Return ``eps`` of an RMSNorm, whatever its class, after trying that it is one.
 

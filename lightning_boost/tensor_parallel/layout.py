@@ -36,7 +36,7 @@ class LoneProjection:
 class DecoderLayout:
     """Dotted names of a decoder's parts, relative to the module that holds all of them.
 
-    Heads are read from the model's ``config``, from the attention module's ``head_size`` or ``head_dim``, or given here.
+    Heads are read from the model's ``config`` or the attention module's ``head_size`` or ``head_dim``, or given here.
     """
 
     embedding: str

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from torch.distributed.tensor import Placement, Shard
-from torch.nn import Module
+from torch.nn import Embedding, Linear, Module
 
 from lightning_boost.model.initialization import set_module
 from lightning_boost.model.low_rank import LowRankLinear
@@ -13,7 +13,7 @@ from lightning_boost.tensor_parallel.bottleneck import (
     NormalizedProjections,
     ProjectionSlice,
 )
-from lightning_boost.tensor_parallel.check import check_projection, norm_eps
+from lightning_boost.tensor_parallel.check import check_ends, check_projection, norm_eps
 from lightning_boost.tensor_parallel.layout import Decoder, ProjectionGroup
 from lightning_boost.tensor_parallel.vocabulary import GatheredNorm, VocabularyParallelHead, VocabularyParallelLoss
 
@@ -49,6 +49,7 @@ class BottleneckScheme:
             for name in layout.projections():
                 check_projection(layer.get_submodule(name), f"{layer_name}.{name}")
         norm_eps(decoder.part(layout.final_norm), layout.final_norm)
+        check_ends(decoder)
 
     def placements(self, decoder: Decoder) -> dict[str, Placement]:
         """Return how each parameter is split."""
@@ -78,9 +79,12 @@ class BottleneckScheme:
                     layer, lone.projection, BottleneckParallelLinear(_pair(layer, lone.projection), group, lone.chunk)
                 )
         final_norm = decoder.part(layout.final_norm)
-        set_module(root, layout.embedding, FeatureShardedEmbedding(decoder.part(layout.embedding)))
+        embedding, head = decoder.part(layout.embedding), decoder.part(layout.head)
+        assert isinstance(embedding, Embedding), "check() has seen to it"
+        assert isinstance(head, Linear), "check() has seen to it"
+        set_module(root, layout.embedding, FeatureShardedEmbedding(embedding))
         set_module(root, layout.final_norm, GatheredNorm(final_norm, norm_eps(final_norm, layout.final_norm), group))
-        set_module(root, layout.head, VocabularyParallelHead(decoder.part(layout.head), group))
+        set_module(root, layout.head, VocabularyParallelHead(head, group))
         if layout.loss and decoder.has_own_loss:
             set_module(root, layout.loss, VocabularyParallelLoss(group))
 

@@ -54,7 +54,7 @@ def read_statistic(columns: Tensor, num_processes: int) -> Tensor:
     limbs = columns[..., : LIMBS * num_processes].float().unflatten(-1, (num_processes, LIMBS))
     # from the smallest limb up: each partial sum is then exact
     parts = (limbs[..., 2] + limbs[..., 1]) + limbs[..., 0]
-    total = parts[..., :1].clone()
+    total: Tensor = parts[..., :1].clone()
     for process in range(1, num_processes):
         total += parts[..., process : process + 1]
     return total

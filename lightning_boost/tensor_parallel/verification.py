@@ -41,7 +41,7 @@ def compare_with_exact(module: NormalizedProjections, x: Tensor, name: str) -> N
         name: For the report.
     """
     members: tuple[ProjectionSlice, ...] = module.__dict__["members"]
-    weights = [member.factor_a.weight for member in members]
+    weights: list[Tensor] = [member.factor_a.weight for member in members]
     dtype = gemm_dtype(weights[0])
     rows, shares = x.flatten(0, -2), [local(weight).to(dtype) for weight in weights]
     online, _ = NormProjectReduce.apply(

@@ -220,7 +220,7 @@ class GatheredNorm(nn.Module):
 
     def __init__(self, norm: nn.Module, eps: float, group: str) -> None:
         super().__init__()
-        self.weight = norm.weight
+        self.weight = norm.get_parameter("weight")
         self.eps = eps
         self.group = group
 
@@ -228,7 +228,7 @@ class GatheredNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[…, D/tp]`` to ``[…, D]``."""
         y: Tensor = NormGather.apply(x.flatten(0, -2), local(self.weight), self.eps, self.group)
-        return y.unflatten(0, x.shape[:-1])
+        return y.view(*x.shape[:-1], -1)
 
 
 class VocabularyParallelHead(nn.Module):

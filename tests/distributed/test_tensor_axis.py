@@ -1,0 +1,145 @@
+"""The model on the tensor axis against the one-process model, without a Trainer: values, gradients, counts."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from lightning_boost.collectives import count_collectives
+from lightning_boost.cost import block_traffic
+from lightning_boost.gradients import clip_gradients_by_norm, global_gradient_norm
+from lightning_boost.model.loss import next_tokens
+from lightning_boost.tensor_parallel.statistic import statistic_columns
+from lightning_boost.tensor_parallel.vocabulary import CHUNK_TOKENS
+from tests.models import gradient_errors, masked_batch, one_process_model, parallel_model, small_config, whole
+from tests.processes import run_processes
+
+TOLERANCE = 1e-5
+
+SHAPES = {
+    "cola": {},
+    "cola keeping the outer SiLU": {"low_rank": {"keep_outer_activation": True}},
+    "svd": {"low_rank": {"kind": "svd"}},
+    "svd dropping the outer SiLU": {"low_rank": {"kind": "svd", "keep_outer_activation": False}},
+    "biases and grouped queries": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    "fewer tokens than processes can share": {"vocab_size": 5, "intermediate_size": 66},
+}
+
+
+def _loss_from_logits(model, batch):
+    logits = model(batch["input_ids"])
+    return cross_entropy(logits.flatten(0, 1), next_tokens(batch["labels"]).flatten())
+
+
+def _errors(config, through_logits):
+    batch = masked_batch(config.vocab_size)
+    reference, model = one_process_model(config), parallel_model(config, dist.get_world_size())
+    expected_loss = reference(**batch)
+    loss = _loss_from_logits(model, batch) if through_logits else model(**batch)
+    expected_loss.backward()
+    loss.backward()
+    norms = [global_gradient_norm(each.parameters()).item() for each in (model, reference)]
+    shapes_kept = all(
+        name == other and parameter.shape == expected.shape
+        for (name, parameter), (other, expected) in zip(
+            model.named_parameters(), reference.named_parameters(), strict=True
+        )
+    )
+    return {
+        "loss": abs(loss.item() - expected_loss.item()) / expected_loss.item(),
+        "norm": abs(norms[0] - norms[1]) / norms[1],
+        "shapes kept": shapes_kept,
+        **gradient_errors(model, reference),
+    }
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_are_those_of_one_process(shape, size):
+    config = small_config(**SHAPES[shape])
+    for errors in run_processes(_errors, size, config, False):
+        assert errors.pop("shapes kept")
+        assert max(errors.values()) < TOLERANCE, max(errors.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_module_s_own_loss_from_whole_logits_is_exact(size):
+    for errors in run_processes(_errors, size, small_config(vocab_size=5), True):
+        assert errors.pop("shapes kept")
+        assert max(errors.values()) < TOLERANCE, max(errors.items(), key=lambda item: item[1])
+
+
+def _weights_and_logits(config):
+    reference, model = one_process_model(config), parallel_model(config, dist.get_world_size())
+    weights_equal = all(
+        torch.equal(whole(parameter), reference.get_parameter(name)) for name, parameter in model.named_parameters()
+    )
+    input_ids = masked_batch(config.vocab_size)["input_ids"]
+    with torch.inference_mode():
+        logits = model(input_ids)
+    return weights_equal, (logits - reference(input_ids)).abs().max().item(), logits.numpy()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_initial_weights_are_bit_equal_and_logits_agree_on_all_processes(size):
+    results = run_processes(_weights_and_logits, size, small_config())
+    for weights_equal, difference, logits in results:
+        assert weights_equal
+        assert difference < 1e-5
+        assert (logits == results[0][2]).all()
+
+
+def _counts(config, dtype, rows):
+    model = parallel_model(config, dist.get_world_size(), dtype)
+    batch = masked_batch(config.vocab_size, rows=rows)
+    with count_collectives() as log:
+        model(**batch).backward()
+    return {tuple(key): (traffic.launches, traffic.values, traffic.bytes) for key, traffic in log.traffic.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 4])
+def test_collectives_are_exactly_those_of_the_formula(size, dtype):
+    config, rows, tokens = small_config(), 90, 12
+    num_rows, layers, width = rows * tokens, config.num_hidden_layers, dtype.itemsize
+    columns = statistic_columns(dtype, size)
+    expected = {
+        ("all_reduce", chunk, pass_): (layers, layers * values * num_rows, layers * values * num_rows * width)
+        for (chunk, pass_), values in block_traffic(config.bottleneck_size, columns).items()
+    }
+    share = config.hidden_size // size
+    gathered = (num_rows + 1) * share
+    expected["all_gather", "head", "forward"] = (1, gathered, gathered * width)
+    scattered = num_rows * size * (share + columns)
+    expected["reduce_scatter", "head", "backward"] = (1, scattered, scattered * width)
+    chunks = -(-num_rows // CHUNK_TOKENS)
+    assert chunks == 2
+    expected["all_gather", "loss", "forward"] = (chunks, 3 * num_rows, 3 * num_rows * 4)
+    for counted in run_processes(_counts, size, config, dtype, rows):
+        assert counted == expected
+
+
+def test_a_block_moves_seven_bottlenecks_each_way():
+    traffic = block_traffic(100, statistic_columns=8)
+    assert sum(values for (_, pass_), values in traffic.items() if pass_ == "forward") == 716
+    assert sum(values for (_, pass_), values in traffic.items() if pass_ == "backward") == 700
+    assert len(traffic) == 8
+
+
+def _clipped():
+    config = small_config()
+    batch = masked_batch(config.vocab_size)
+    results = []
+    for model in (one_process_model(config), parallel_model(config, dist.get_world_size())):
+        model(**batch).backward()
+        norm = clip_gradients_by_norm(model.parameters(), 0.1)
+        results.append((norm.item(), global_gradient_norm(model.parameters()).item()))
+    return results
+
+
+def test_clipping_takes_the_norm_of_all_processes():
+    for (expected, clipped), (found, found_clipped) in run_processes(_clipped, 2):
+        assert expected > 0.2
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert clipped == pytest.approx(0.1, rel=1e-4)
+        assert found_clipped == pytest.approx(clipped, rel=1e-6)

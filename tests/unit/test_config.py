@@ -1,0 +1,73 @@
+import pytest
+
+from lightning_boost.config import LlamaConfig, LowRankConfig
+from lightning_boost.cost import count_parameters
+from lightning_boost.mesh import ParallelSizes, legal_tensor_sizes, shard_bounds
+from tests.models import meta_model, small_config
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_attention_heads": 7}, r"num_attention_heads \(7\) must divide hidden_size \(64\); nearby .* 8"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads \(3\) must divide num_attention_heads \(8\)"),
+        ({"vocab_size": 0}, r"vocab_size \(0\) must be at least 1"),
+        ({"num_attention_heads": 64}, r"\(1\) must be even"),
+        ({"low_rank": {"bottleneck_size": 0}}, r"bottleneck_size \(0\) must be at least 1"),
+        ({"low_rank": {"bottleneck_size": 65}}, r"bottleneck_size \(65\) must not be above .* \(64"),
+        ({"low_rank": {"kind": "lora"}}, r"kind \('lora'\) must be one of"),
+    ],
+)
+def test_bad_sizes_are_refused_with_the_rule(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        small_config(**sizes)
+
+
+def test_bottleneck_size_is_a_quarter_of_the_hidden_size_unless_given():
+    assert LlamaConfig(hidden_size=512).bottleneck_size == 128
+    assert LlamaConfig(hidden_size=512, low_rank=LowRankConfig(bottleneck_size=100)).bottleneck_size == 100
+
+
+def test_outer_activation_follows_the_kind_unless_given():
+    assert LowRankConfig(kind="svd").has_outer_activation
+    assert not LowRankConfig(kind="cola").has_outer_activation
+    assert LowRankConfig(kind="cola", keep_outer_activation=True).has_outer_activation
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_parameters_are_counted_as_the_model_has_them(biased):
+    config = small_config(num_key_value_heads=4, attention_bias=biased, mlp_bias=biased)
+    counted = sum(parameter.numel() for parameter in meta_model(config).parameters())
+    assert count_parameters(config) == counted
+
+
+def test_parameters_of_published_models():
+    """Totals of CoLA's 60M and 7B models, untied, as its configuration files give them."""
+    cola_60m = LlamaConfig(low_rank=LowRankConfig(bottleneck_size=128, keep_outer_activation=True))
+    assert round(count_parameters(cola_60m) / 1e6, 1) == 42.8
+    assert round(count_parameters(cola_60m, full_rank=True) / 1e6, 1) == 58.1
+    cola_7b = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32)
+    assert round(count_parameters(cola_7b) / 1e6) == 2821
+    assert round(count_parameters(cola_7b, full_rank=True) / 1e6) == 6738
+
+
+def test_sizes_must_multiply_to_the_world():
+    with pytest.raises(ValueError, match=r"tensor_parallel_size \(2\) = 2 must equal the number of processes \(3"):
+        ParallelSizes(tensor_parallel_size=2).check_world(3)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size \(0\) must be a whole number"):
+        ParallelSizes(tensor_parallel_size=0)
+
+
+def test_legal_sizes_divide_everything():
+    assert legal_tensor_sizes(8, 4, 96) == [1, 2, 4]
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 131])
+def test_shards_are_those_of_chunk(size):
+    shards = [shard_bounds(size, 4, index) for index in range(4)]
+    assert shards[0][0] == 0
+    assert shards[-1][1] == size
+    widest = -(-size // 4)
+    assert [stop - start for start, stop in shards] == [
+        min(widest, max(0, size - widest * index)) for index in range(4)
+    ]
