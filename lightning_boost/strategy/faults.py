@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 
 def report_failure(exception: BaseException, process: int) -> None:
-    """Note this process's failure for the others; if another one failed before it, say which and why.
+    """Say which process failed first, and why, whether that is this one or another.
 
     A process whose peer has died fails in turn, with an error that tells of a lost connection and nothing else.
 
@@ -25,8 +25,7 @@ def report_failure(exception: BaseException, process: int) -> None:
     try:
         first = default_store().compare_set(_FIRST_FAILURE, "", mine).decode()
     except (RuntimeError, ValueError):
-        # the process that holds the store is gone; its own report stands above
-        _log.error("Process %d stopped because another process did: look for the first error above.", process)
+        # the process that holds the store is gone; what it had to say stands above
+        _log.error("Process %d stops because another one has: look for the first error above.", process)
         return
-    if first != mine:
-        _log.error("Process %d stopped because another process failed first. %s", process, first)
+    _log.error("The first failure was that of %s", first)

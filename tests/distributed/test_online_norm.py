@@ -42,7 +42,7 @@ def _errors(num_tokens, dtype):
 
 
 def test_fp32_is_closer_to_float64_than_one_process():
-    """Two tokens. Held against float64: the one-process layer's own error, a GEMM in one long sum, is the larger one."""
+    """Two tokens. Held against float64: the one-process layer's own error, one long sum, is the larger one."""
     for _, (maximum, mean), (_, one_process_mean) in run_processes(_errors, 4, 2, torch.float32):
         assert maximum <= 7e-7
         assert mean <= 1.2e-7

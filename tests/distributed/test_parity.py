@@ -59,7 +59,7 @@ def test_parity_needs_a_step():
         check_parity(small_config(), steps=0)
 
 
-# ---- planted defects: each changes one thing in one process's code, as a slip of the pen would ------------------------
+# ---- planted defects: each changes one thing in one process, as a slip of the pen would
 
 
 def _patch_backward(function, change):

@@ -1,0 +1,89 @@
+"""The quickstart recipe as a newcomer runs it, for fewer steps: two processes beside one."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STEPS = 20
+
+
+def _lightning_boost(folder, *arguments):
+    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "lightning_boost", *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def _fit(folder, devices):
+    folder.mkdir()
+    return _lightning_boost(
+        folder,
+        "fit",
+        f"--config={ROOT / 'recipes' / 'quickstart.yaml'}",
+        f"--trainer.devices={devices}",
+        f"--trainer.max_steps={STEPS}",
+        f"--trainer.val_check_interval={STEPS}",
+        "--trainer.limit_val_batches=4",
+        "--trainer.log_every_n_steps=1",
+    )
+
+
+def _losses(folder):
+    with (folder / "runs/quickstart/logs/version_0/metrics.csv").open() as file:
+        return [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
+
+
+def _validate(folder, devices):
+    output = _lightning_boost(
+        folder,
+        "validate",
+        f"--config={ROOT / 'recipes' / 'quickstart.yaml'}",
+        f"--trainer.devices={devices}",
+        f"--ckpt_path=runs/quickstart/checkpoints/step_{STEPS}.ckpt",
+    )
+    line = next(line for line in output.splitlines() if "val_loss" in line)
+    return float(next(word for word in line.replace("│", " ").split() if word[0].isdigit()))
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quickstart") / "two"
+    return folder, _fit(folder, devices=2)
+
+
+def test_the_first_losses_are_those_of_one_process(two_processes, tmp_path):
+    _fit(tmp_path / "one", devices=1)
+    losses, expected = _losses(two_processes[0]), _losses(tmp_path / "one")
+    assert len(losses) == STEPS
+    assert losses == pytest.approx(expected, abs=1e-5)
+    assert losses[-1] < losses[0] - 1
+
+
+def test_the_summary_says_what_the_run_was(two_processes):
+    _, output = two_processes
+    text = " ".join(output.replace("│", " ").split())
+    for part in (
+        "2 processes share each layer",
+        "2,008,832; with full-rank matrices 4,878,080",
+        "4 all-reduces, 464 values per token counted; formula 4 and 464",
+        "4 all-reduces, 448 values per token counted; formula 4 and 448",
+        "from the exact norm",
+        "before training",
+        f"runs/quickstart/checkpoints/step_{STEPS}.ckpt",
+        "python -m lightning_boost validate",
+    ):
+        assert part in text, text
+
+
+def test_the_checkpoint_is_validated_on_two_processes_and_on_one(two_processes):
+    folder, _ = two_processes
+    assert _validate(folder, devices=1) == pytest.approx(_validate(folder, devices=2), abs=1e-5)

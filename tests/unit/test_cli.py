@@ -1,0 +1,45 @@
+from pathlib import Path
+
+import pytest
+
+from lightning_boost.cli import main
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+
+
+def _error(capsys, *arguments):
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model.config.low_rank.bottleneck_sise", "3"), "Did you mean 'model.config.low_rank.bottleneck_size'?"),
+        (("--model.learning_rat", "3"), "Did you mean 'model.learning_rate'?"),
+        (
+            ("--trainer.strategy", "BoostParallelStrategy", "--trainer.strategy.tensor_parallel_siz", "2"),
+            "Did you mean 'tensor_parallel_size'?",
+        ),
+        (("--model.config.num_attention_heads", "7"), "error: num_attention_heads (7) must divide hidden_size (256)"),
+        (("--trainer.devices", "3"), "error: tensor_parallel_size ('auto') must take all 3 processes"),
+        (("--trainer.precision", "16-true"), "error: precision ('16-true') must be one of"),
+    ],
+)
+def test_wrong_options_are_told_in_one_sentence(capsys, arguments, message):
+    error = _error(capsys, "fit", "--config", str(QUICKSTART), *arguments)
+    assert message in error
+    assert "Traceback" not in error
+    assert "usage:" not in error
+
+
+def test_a_misspelt_key_in_a_file_is_told_with_the_nearest(capsys, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(QUICKSTART.read_text().replace("bottleneck_size:", "bottleneck_sise:"))
+    assert "Did you mean 'model.config.low_rank.bottleneck_size'?" in _error(capsys, "fit", "--config", str(recipe))
+
+
+def test_a_wrong_option_of_a_command_is_told_with_the_nearest(capsys):
+    assert "Did you mean 'kind'?" in _error(capsys, "parity", "--kin", "svd")

@@ -1,0 +1,63 @@
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_boost.language_model import LowRankLanguageModel, Perplexity, _warmup_then_cosine
+from tests.models import small_config
+
+
+def test_perplexity_weighs_batches_by_their_tokens():
+    perplexity = Perplexity()
+    perplexity.update(torch.tensor(1.0), torch.tensor(30))
+    perplexity.update(torch.tensor(4.0), torch.tensor(10))
+    assert perplexity.compute().item() == pytest.approx(torch.tensor(1.75).exp().item())
+
+
+def test_rate_rises_linearly_and_falls_to_a_tenth():
+    shares = [_warmup_then_cosine(step, 10, 110) for step in range(120)]
+    assert shares[0] == pytest.approx(0.1)
+    assert shares[9] == shares[10] == 1.0
+    assert shares[60] == pytest.approx(0.55)
+    assert shares[110] == shares[119] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_only_matrices_decay_unless_told_otherwise(everything):
+    module = LowRankLanguageModel(
+        small_config(attention_bias=True), max_steps=10, weight_decay=0.3, decay_all_parameters=everything
+    )
+    groups = module.configure_optimizers()["optimizer"].param_groups
+    decayed = {id(parameter) for group in groups if group["weight_decay"] == 0.3 for parameter in group["params"]}
+    for name, parameter in module.named_parameters():
+        assert (id(parameter) in decayed) == (everything or parameter.dim() == 2), name
+    assert sum(len(group["params"]) for group in groups) == len(list(module.parameters()))
+
+
+def test_frozen_parameters_are_not_given_to_the_optimizer():
+    module = LowRankLanguageModel(small_config(), max_steps=10)
+    module.model.model.embed_tokens.requires_grad_(False)
+    held = sum(len(group["params"]) for group in module.configure_optimizers()["optimizer"].param_groups)
+    assert held == len(list(module.parameters())) - 1
+
+
+def test_it_trains_without_this_package_s_strategy_too():
+    torch.manual_seed(0)
+    module = LowRankLanguageModel(small_config(num_hidden_layers=1), warmup_steps=1)
+    batch = {"input_ids": torch.randint(131, (8,)), "labels": torch.randint(131, (8,))}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader([batch] * 4, batch_size=2))
+    assert not module.model.lm_head.weight.is_meta
+    assert trainer.callback_metrics["gradient_norm"] > 0
+
+
+@pytest.mark.parametrize("option", ["learning_rate", "warmup_steps"])
+def test_negative_values_are_refused(option):
+    with pytest.raises(ValueError, match=rf"{option} \(-1\) must not be negative"):
+        LowRankLanguageModel(small_config(), **{option: -1})

@@ -1,0 +1,101 @@
+import importlib.metadata
+import sys
+import types
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.strategies import StrategyRegistry
+
+import lightning_boost
+from lightning_boost import BoostParallelStrategy
+from lightning_boost.strategy import boost
+from tests.models import small_config
+
+
+def test_importing_registers_the_strategy():
+    assert isinstance(StrategyRegistry.get("boost"), BoostParallelStrategy)
+
+
+def test_a_namesake_is_told_of(monkeypatch):
+    monkeypatch.setattr(lightning_boost, "distribution", lambda name: types.SimpleNamespace(version="1.2"))
+    with pytest.warns(UserWarning, match=r"lightning-boost 1\.2 is installed beside this one"):
+        lightning_boost._warn_of_namesake()
+
+
+def test_no_namesake_no_word(recwarn):
+    lightning_boost._warn_of_namesake()
+    assert not recwarn.list
+
+
+def test_the_trainer_of_the_other_namespace_gets_a_sentence(monkeypatch):
+    registered = {}
+    registry = types.SimpleNamespace(register=lambda name, factory, **_: registered.update({name: factory}))
+    other = types.SimpleNamespace(StrategyRegistry=registry)
+    monkeypatch.setitem(sys.modules, "pytorch_lightning.strategies", other)
+    lightning_boost._refuse_other_namespace()
+    with pytest.raises(ValueError, match=r"import lightning.pytorch as pl"):
+        registered["boost"]()
+
+
+def test_versions_that_are_known_to_do_harm_are_out_of_range():
+    """known_failures A01."""
+    requirement = next(
+        line for line in importlib.metadata.requires("lightning-boost-parallel") if line[:9] == "lightning"
+    )
+    assert ">=2.6.6" in requirement
+    assert "<2.7" in requirement
+
+
+def _module():
+    return lightning_boost.LowRankLanguageModel(small_config())
+
+
+def _trainer(**options):
+    defaults = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return pl.Trainer(**{**defaults, **options})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, {"devices": 3}, r"tensor_parallel_size \(2\) = 2 must equal .*\(3"),
+        ({"tensor_parallel_size": 3}, {"devices": 3}, r"num_attention_heads \(8\) .*legal sizes: 1, 2, 4, 8"),
+        ({}, {"devices": 3}, r"tensor_parallel_size \('auto'\) must take all 3 processes .* allow 1, 2, 4, 8"),
+        ({}, {"devices": 2, "precision": "16-true"}, r"precision \('16-true'\) must be one of 32-true"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_process_starts(monkeypatch, strategy, options, message):
+    def started(*_):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(boost.CheckedLauncher, "_call_children_scripts", started)
+    monkeypatch.setattr(BoostParallelStrategy, "_setup_distributed", started)
+    with pytest.raises(ValueError, match=message):
+        _trainer(strategy=BoostParallelStrategy(**strategy), **options).fit(_module(), [])
+
+
+def test_nothing_to_swap_is_refused_before_a_process_starts(monkeypatch):
+    def started(*_):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(BoostParallelStrategy, "_setup_distributed", started)
+
+    class Module(pl.LightningModule):
+        def training_step(self, batch, batch_idx): ...
+
+        def configure_optimizers(self): ...
+
+    with pytest.raises(ValueError, match="Module holds no decoder that strategy 'boost' can swap"):
+        _trainer(strategy="boost", devices=1).fit(Module(), [])
+
+
+def test_a_notebook_with_more_than_one_process_gets_the_reason(monkeypatch):
+    monkeypatch.setattr(boost, "IS_INTERACTIVE", True)
+    with pytest.raises(ValueError, match=r"devices \(2\) must be 1 in a notebook: .*\.py file"):
+        _trainer(strategy="boost", devices=2)
+    _trainer(strategy="boost", devices=1)
+
+
+def test_a_size_below_one_is_refused_at_construction():
+    with pytest.raises(ValueError, match=r"tensor_parallel_size \(0\) must be a whole number"):
+        BoostParallelStrategy(0)
