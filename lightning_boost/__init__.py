@@ -18,6 +18,7 @@ from lightning_boost.language_model import LowRankLanguageModel, Perplexity
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.model.low_rank import LowRankLinear
 from lightning_boost.strategy.boost import BoostParallelStrategy
+from lightning_boost.strategy.other_namespace import refuse_other_namespace
 from lightning_boost.tensor_parallel.layout import DecoderLayout, LoneProjection, ProjectionGroup
 
 __all__ = [
@@ -58,21 +59,6 @@ def _warn_of_namesake() -> None:
     )
 
 
-def _refuse_other_namespace() -> None:
-    """Have the Trainer of the pytorch_lightning package, whose classes are other ones, say what is wrong."""
-    other = sys.modules.get("pytorch_lightning.strategies")
-    if other is None:
-        return
-
-    def refuse(**_: object) -> None:
-        raise ValueError(
-            "strategy 'boost' needs the Trainer of lightning.pytorch; this is the one of pytorch_lightning, whose"
-            " classes are not the same. Replace `import pytorch_lightning as pl` by `import lightning.pytorch as pl`."
-        )
-
-    other.StrategyRegistry.register("boost", refuse, description="refused", override=True)
-
-
 _register_strategy()
 _warn_of_namesake()
-_refuse_other_namespace()
+refuse_other_namespace()

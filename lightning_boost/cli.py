@@ -3,6 +3,7 @@
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -82,6 +83,8 @@ class BoostCLI(LightningCLI):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ``None`` takes the process's arguments."""
+    # Lightning 2.6 calls what torch has since renamed; nothing that a user could mend
+    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given and given[0] in COMMANDS:
         name, *rest = given

@@ -46,7 +46,7 @@ LIMIT_SECONDS = 30
 
 
 def _run(tmp_path, *arguments):
-    """Run the script in a session of its own; return exit code, output, seconds from the start of training, leftovers."""
+    """Run the script in a session of its own; return exit code, output, seconds, and processes that are left."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

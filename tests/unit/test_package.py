@@ -1,3 +1,4 @@
+import importlib
 import importlib.metadata
 import sys
 import types
@@ -9,6 +10,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 import lightning_boost
 from lightning_boost import BoostParallelStrategy
 from lightning_boost.strategy import boost
+from lightning_boost.strategy.other_namespace import refuse_other_namespace
 from tests.models import small_config
 
 
@@ -27,14 +29,32 @@ def test_no_namesake_no_word(recwarn):
     assert not recwarn.list
 
 
-def test_the_trainer_of_the_other_namespace_gets_a_sentence(monkeypatch):
-    registered = {}
-    registry = types.SimpleNamespace(register=lambda name, factory, **_: registered.update({name: factory}))
-    other = types.SimpleNamespace(StrategyRegistry=registry)
-    monkeypatch.setitem(sys.modules, "pytorch_lightning.strategies", other)
-    lightning_boost._refuse_other_namespace()
+OTHER_NAMESPACE = """
+registered = {}
+
+class StrategyRegistry:
+    @staticmethod
+    def register(name, factory, **_):
+        registered[name] = factory
+"""
+
+
+@pytest.mark.parametrize("imported_first", [True, False])
+def test_the_trainer_of_the_other_namespace_gets_a_sentence(monkeypatch, tmp_path, imported_first):
+    package = tmp_path / "pytorch_lightning"
+    (package / "strategies").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "strategies" / "__init__.py").write_text(OTHER_NAMESPACE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if "other_namespace" not in repr(finder)])
+    for name in ("pytorch_lightning", "pytorch_lightning.strategies"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    if imported_first:
+        importlib.import_module("pytorch_lightning.strategies")
+    refuse_other_namespace()
+    strategies = importlib.import_module("pytorch_lightning.strategies")
     with pytest.raises(ValueError, match=r"import lightning.pytorch as pl"):
-        registered["boost"]()
+        strategies.registered["boost"]()
 
 
 def test_versions_that_are_known_to_do_harm_are_out_of_range():
