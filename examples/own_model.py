@@ -117,7 +117,7 @@ class OwnModel(LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Log the loss of a batch."""
-        self.log("val_loss", self.loss_of(batch))
+        self.log("val_loss", self.loss_of(batch), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return AdamW on the parameters of the moment: the strategy has replaced those of ``__init__``."""
