@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_boost.collectives import register_group
 from lightning_boost.mesh import TENSOR_AXIS, shard_bounds
-from lightning_boost.model.initialization import MakeValue, initial_values, set_parameter
+from lightning_boost.model.initialization import MakeValue, initial_values, replace_parameters
 from lightning_boost.tensor_parallel.layout import Decoder
-from lightning_boost.tensor_parallel.scheme import SCHEMES
+from lightning_boost.tensor_parallel.scheme import scheme_for
 
 
 def parallelize(decoder: Decoder, mesh: DeviceMesh, *, device: torch.device, seed: int) -> None:
@@ -26,10 +26,10 @@ def parallelize(decoder: Decoder, mesh: DeviceMesh, *, device: torch.device, see
         device: Where this process computes.
         seed: The same on every process.
     """
-    scheme = SCHEMES["bottleneck"]
+    scheme = scheme_for(decoder)
     tensor_mesh = mesh[TENSOR_AXIS]
     is_split = tensor_mesh.size() > 1
-    placements = scheme.placements(decoder) if is_split else None
+    placements = scheme.placements(decoder, tensor_mesh.size()) if is_split else None
     materialize(decoder.root, tensor_mesh, placements, device=device, seed=seed)
     if is_split:
         scheme.swap(decoder, register_group(tensor_mesh.get_group()))
@@ -63,14 +63,14 @@ def materialize(
                 " Build buffers on the CPU, or compute what they hold in forward."
             )
     values = _initial_values(model, seed)
-    replaced: dict[int, nn.Parameter] = {}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if id(parameter) not in replaced:
-            value = values[name]() if parameter.is_meta else _process_0s(parameter)
-            placement = None if placements is None else placements.get(name, Replicate())
-            share = value.to(device) if placement is None else shard(value, mesh, placement, device)
-            replaced[id(parameter)] = nn.Parameter(share, requires_grad=parameter.requires_grad)
-        set_parameter(model, name, replaced[id(parameter)])
+
+    def share_of(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        value = values[name]() if parameter.is_meta else _process_0s(parameter)
+        placement = None if placements is None else placements.get(name, Replicate())
+        share = value.to(device) if placement is None else shard(value, mesh, placement, device)
+        return nn.Parameter(share, requires_grad=parameter.requires_grad)
+
+    replace_parameters(model, share_of)
 
 
 def shard(value: Tensor, mesh: DeviceMesh, placement: Placement, device: torch.device) -> DTensor:

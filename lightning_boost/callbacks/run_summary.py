@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_boost.collectives import CollectiveLog, Traffic, count_collectives
 from lightning_boost.config import LlamaConfig
-from lightning_boost.cost import block_traffic, count_parameters
+from lightning_boost.cost import CHUNKS, count_parameters, layer_traffic
 from lightning_boost.mesh import TENSOR_AXIS
 from lightning_boost.model.generation import generate_greedily
 from lightning_boost.tensor_parallel.statistic import statistic_columns
@@ -134,15 +134,12 @@ class RunSummary(Callback):
         config = _config(pl_module)
         size = pl_module.device_mesh[TENSOR_AXIS].size() if pl_module.device_mesh is not None else 1
         yield "layout", f"{size} processes share each layer" if size > 1 else "one process"
-        yield (
-            "model",
-            f"{config.low_rank.kind}, bottleneck size {config.bottleneck_size} of hidden size {config.hidden_size}",
-        )
+        yield "model", _describe(config)
         low, full = count_parameters(config), count_parameters(config, full_rank=True)
         yield "parameters", f"{low:,}; with full-rank matrices {full:,} ({full / low:.2f} times as many)"
         if size > 1 and self._log is not None:
             columns = statistic_columns(next(pl_module.parameters()).dtype, size)
-            yield from _communication(self._log, config, self._tokens_of_step, columns)
+            yield from _communication(self._log, config, self._tokens_of_step, size, columns)
         if self._norms:
             worst = max(self._norms, key=lambda norm: norm.max_absolute)
             yield (
@@ -160,6 +157,13 @@ class RunSummary(Callback):
             yield "checkpoint", path
         if self.next_command:
             yield "to try next", self.next_command.format(checkpoint=path)
+
+
+def _describe(config: LlamaConfig) -> str:
+    places = [(layer, name) for layer in range(config.num_hidden_layers) for name in config.projection_shapes()]
+    sizes = {config.bottleneck_size_of(*place) for place in places}
+    written = ", ".join("dense" if size is None else str(size) for size in sorted(sizes, key=lambda size: size or 0))
+    return f"{config.low_rank.kind}, bottleneck size {written} of hidden size {config.hidden_size}"
 
 
 def _config(pl_module: LightningModule) -> LlamaConfig:
@@ -180,16 +184,17 @@ def _last_checkpoint(trainer: Trainer) -> str:
     return str(Path(path).relative_to(here)) if path and Path(path).is_relative_to(here) else path
 
 
-def _communication(log: CollectiveLog, config: LlamaConfig, tokens: int, columns: int) -> Iterator[Row]:
+def _communication(log: CollectiveLog, config: LlamaConfig, tokens: int, size: int, columns: int) -> Iterator[Row]:
     """Yield what a block's collectives were counted to move, beside the formula."""
-    formula = block_traffic(config.bottleneck_size, columns)
-    chunks = {chunk for chunk, _ in formula}
+    layers = config.num_hidden_layers
+    formulas = [
+        layer_traffic(config, layer, tensor_parallel_size=size, statistic_columns=columns) for layer in range(layers)
+    ]
     for pass_ in ("forward", "backward"):
-        counted = sum((log.total(chunk=chunk, pass_=pass_) for chunk in chunks), Traffic())
-        launches = counted.launches / config.num_hidden_layers
-        values = counted.values / config.num_hidden_layers / tokens
-        expected = sum(formula[chunk, pass_] for chunk in chunks)
+        counted = sum((log.total(chunk=chunk, pass_=pass_) for chunk in CHUNKS), Traffic())
+        expected = [values for formula in formulas for key, values in formula.items() if key[2] == pass_]
         yield (
             f"{pass_}, a block",
-            f"{launches:g} all-reduces, {values:g} values per token counted; formula {len(chunks)} and {expected}",
+            f"{counted.launches / layers:g} collectives, {counted.values / layers / tokens:g} values per token counted;"
+            f" formula {len(expected) / layers:g} and {sum(expected) / layers:g}",
         )

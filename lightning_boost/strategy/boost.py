@@ -26,7 +26,7 @@ from lightning_boost.strategy.faults import report_failure
 from lightning_boost.strategy.lightning_internals import IS_INTERACTIVE, CheckedLauncher
 from lightning_boost.tensor_parallel.check import check_tensor_size, legal_sizes
 from lightning_boost.tensor_parallel.layout import Decoder, DecoderLayout, find_decoder
-from lightning_boost.tensor_parallel.scheme import SCHEMES
+from lightning_boost.tensor_parallel.scheme import scheme_for
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 """Lightning's names of the precisions that keep training exact to their rounding."""
@@ -72,7 +72,6 @@ class BoostParallelStrategy(ModelParallelStrategy):
         )
         if tensor_parallel_size != "auto":
             ParallelSizes(tensor_parallel_size=tensor_parallel_size)
-        self.scheme = SCHEMES["bottleneck"]
         self.sizes = ParallelSizes()
         """The mesh's sizes, once set up."""
 
@@ -136,7 +135,7 @@ class BoostParallelStrategy(ModelParallelStrategy):
         sizes.check_world(self._num_all_processes)
         if size > 1:
             check_tensor_size(decoder, size)
-            self.scheme.check(decoder)
+            scheme_for(decoder).check(decoder)
         return sizes
 
     def _largest_legal_size(self, decoder: Decoder) -> int:

@@ -5,54 +5,57 @@ from torch import nn
 from torch.func import functional_call
 
 from lightning_boost.mesh import legal_tensor_sizes
-from lightning_boost.model.low_rank import LowRankLinear
 from lightning_boost.model.norm import normalize
 from lightning_boost.tensor_parallel.layout import Decoder
 
 
 def legal_sizes(decoder: Decoder) -> list[int]:
-    """Return the tensor sizes that divide the decoder's heads, key/value heads and hidden features."""
-    return legal_tensor_sizes(*decoder.attention_heads, decoder.hidden_size)
+    """Return the tensor sizes that give every process whole heads and as many hidden features.
+
+    They divide the attention heads and the hidden features. They divide the key/value heads as well, or are a multiple
+    of them: several processes then read the same one.
+    """
+    heads, key_value_heads = decoder.attention_heads
+    sizes = legal_tensor_sizes(heads, decoder.hidden_size)
+    return [size for size in sizes if key_value_heads % size == 0 or size % key_value_heads == 0]
 
 
 def check_tensor_size(decoder: Decoder, size: int) -> None:
     """Check that every process gets whole heads and an equal share of the hidden features.
 
     Raises:
-        ValueError: If one of the counts is not a multiple of ``size``.
+        ValueError: If ``size`` is not legal.
     """
     heads, key_value_heads = decoder.attention_heads
-    counts = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_value_heads,
-        "hidden_size": decoder.hidden_size,
-    }
-    for name, count in counts.items():
+    legal = f"legal sizes: {', '.join(map(str, legal_sizes(decoder)))}."
+    for name, count in {"num_attention_heads": heads, "hidden_size": decoder.hidden_size}.items():
         if count % size:
-            raise ValueError(
-                f"{name} ({count}) must be a multiple of tensor_parallel_size ({size});"
-                f" legal sizes: {', '.join(map(str, legal_sizes(decoder)))}."
-            )
+            raise ValueError(f"{name} ({count}) must be a multiple of tensor_parallel_size ({size}); {legal}")
+    if key_value_heads % size and size % key_value_heads:
+        raise ValueError(
+            f"num_key_value_heads ({key_value_heads}) must be a multiple of tensor_parallel_size ({size}) or divide it;"
+            f" {legal}"
+        )
 
 
-def check_projection(module: nn.Module, name: str) -> None:
-    """Check that a projection is a factor pair.
+def check_projection(module: nn.Module, name: str, *kinds: type[nn.Module]) -> None:
+    """Check that a projection is one of the layers that the scheme splits.
 
     Raises:
         ValueError: If it is anything else.
     """
-    if not isinstance(module, LowRankLinear):
+    if type(module) not in kinds:
         raise ValueError(
-            f"{name} is a {type(module).__name__} and must be a LowRankLinear: scheme 'bottleneck' cuts the model at"
-            " the bottleneck of its factor pairs. Replace the projection by a LowRankLinear."
+            f"{name} is a {type(module).__name__} and must be a {' or a '.join(kind.__name__ for kind in kinds)}."
+            " Replace the projection by one."
         )
 
 
 def check_ends(decoder: Decoder) -> None:
-    """Check that the embedding and the head are plain ones with weights of their own.
+    """Check that the embedding and the head are plain ones.
 
     Raises:
-        ValueError: If they are of another class, the head has a bias, or they share a weight.
+        ValueError: If they are of another class, or the head has a bias.
     """
     layout = decoder.layout
     embedding, head = decoder.part(layout.embedding), decoder.part(layout.head)
@@ -60,11 +63,6 @@ def check_ends(decoder: Decoder) -> None:
         raise ValueError(f"{layout.embedding} is a {type(embedding).__name__} and must be a torch.nn.Embedding.")
     if type(head) is not nn.Linear or head.bias is not None:
         raise ValueError(f"{layout.head} is a {type(head).__name__} and must be a torch.nn.Linear without a bias.")
-    if embedding.weight is head.weight:
-        raise ValueError(
-            f"{layout.embedding} and {layout.head} share one weight, which cannot be split for both yet."
-            " Give the head a weight of its own (tie_word_embeddings: false), or set tensor_parallel_size to 1."
-        )
 
 
 def norm_eps(norm: nn.Module, name: str) -> float:

@@ -47,6 +47,9 @@ class DecoderLayout:
     lone_projections: tuple[LoneProjection, ...]
     final_norm: str
     head: str
+    key_value_projections: tuple[str, ...] = ()
+    """Those of the projections that give key/value heads, of which there may be fewer than processes."""
+
     loss: str | None = None
     """A module called with (hidden, head weight, labels) that may go through the vocabulary in shares; absent in models
     that take their loss from logits."""
@@ -85,6 +88,7 @@ LLAMA = DecoderLayout(
     ),
     final_norm="model.norm",
     head="lm_head",
+    key_value_projections=("self_attn.k_proj", "self_attn.v_proj"),
     loss="loss",
 )
 """The names of LLaMA, Mistral, Qwen2 and CoLA in Hugging Face's form, and of this package's own model."""
@@ -113,9 +117,28 @@ class Decoder:
         return self.root.get_parameter(f"{self.layout.embedding}.weight").shape[-1]
 
     @property
-    def has_own_loss(self) -> bool:
-        """Whether the model holds the loss module that the layout names."""
-        return isinstance(getattr(self.root, self.layout.loss or "", None), NextTokenLoss)
+    def is_tied(self) -> bool:
+        """Whether the embedding and the head share one weight."""
+        return self.part(self.layout.embedding).weight is self.part(self.layout.head).weight
+
+    def own_key_value_rows(self, name: str, out_features: int, size: int, index: int) -> tuple[int, int] | None:
+        """Return the rows of a replicated key/value projection that process ``index`` of ``size`` reads.
+
+        ``None`` where the projection is split: it gives no key/value heads, or as many as there are processes. Process
+        ``i`` has the query heads that read key/value head ``i // (size / K)``.
+        """
+        _, key_value_heads = self.attention_heads
+        if name not in self.layout.key_value_projections or key_value_heads >= size:
+            return None
+        head_size = out_features // key_value_heads
+        head = index // (size // key_value_heads)
+        return head * head_size, (head + 1) * head_size
+
+    @property
+    def own_loss(self) -> NextTokenLoss | None:
+        """The loss module that the layout names, if the model holds it."""
+        loss = getattr(self.root, self.layout.loss or "", None)
+        return loss if isinstance(loss, NextTokenLoss) else None
 
     @property
     def attention_heads(self) -> tuple[int, int]:
