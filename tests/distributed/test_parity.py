@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_boost import collectives, gradients
 from lightning_boost.parity import check_parity
 from lightning_boost.strategy import boost
-from lightning_boost.tensor_parallel import bottleneck, ops, scheme, vocabulary
+from lightning_boost.tensor_parallel import bottleneck, gathered_norm, ops, scheme, vocabulary
 from tests.models import small_config
 from tests.processes import run_processes
 
@@ -142,7 +142,7 @@ def no_gradient_through_the_statistic():
 
 
 def no_gradient_through_the_last_statistic():
-    vocabulary.read_statistic = lambda columns, num_processes: torch.zeros_like(columns[..., :1])
+    gathered_norm.read_statistic = lambda columns, num_processes: torch.zeros_like(columns[..., :1])
 
 
 def activation_before_the_sum():
@@ -168,12 +168,13 @@ def bias_on_every_process():
 
 
 def gate_and_up_swapped():
-    original = bottleneck.ProjectionSlice.__init__
+    original = bottleneck.GroupMember.forward
 
-    def init(self, pair, index, members):
-        original(self, pair, 1 - index if pair.out_features == small_config().intermediate_size else index, members)
+    def forward(self, outputs):
+        is_pair_of_two = len(self.__dict__["members"]) == 2
+        return original(self.__dict__["members"][1 - self.index] if is_pair_of_two else self, outputs)
 
-    bottleneck.ProjectionSlice.__init__ = init
+    bottleneck.GroupMember.forward = forward
 
 
 def vocabulary_offset_of_process_zero():
