@@ -167,12 +167,12 @@ def bias_on_every_process():
     bottleneck.expand = expand
 
 
-def gate_and_up_swapped():
+def keys_and_values_swapped():
     original = bottleneck.GroupMember.forward
 
     def forward(self, outputs):
-        is_pair_of_two = len(self.__dict__["members"]) == 2
-        return original(self.__dict__["members"][1 - self.index] if is_pair_of_two else self, outputs)
+        members = self.__dict__["members"]
+        return original(members[{1: 2, 2: 1}[self.index]] if len(members) == 3 and self.index else self, outputs)
 
     bottleneck.GroupMember.forward = forward
 
@@ -214,7 +214,7 @@ DEFECTS = (
     activation_before_the_sum,
     no_activation,
     bias_on_every_process,
-    gate_and_up_swapped,
+    keys_and_values_swapped,
     vocabulary_offset_of_process_zero,
     loss_over_all_tokens,
     norm_of_own_gradients_only,
