@@ -9,13 +9,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_boost.collectives import register_group
-from lightning_boost.mesh import TENSOR_AXIS, shard_bounds
-from lightning_boost.model.initialization import MakeValue, initial_values, replace_parameters
+from lightning_boost.data_parallel import DataAxis, TokenWeightedLoss, apply_data_axis
+from lightning_boost.mesh import DATA_AXIS, TENSOR_AXIS, shard_bounds
+from lightning_boost.model.initialization import MakeValue, initial_values, replace_parameters, set_module
 from lightning_boost.tensor_parallel.layout import Decoder
 from lightning_boost.tensor_parallel.scheme import scheme_for
 
 
-def parallelize(decoder: Decoder, mesh: DeviceMesh, *, device: torch.device, seed: int) -> None:
+def parallelize(
+    decoder: Decoder, mesh: DeviceMesh, *, device: torch.device, seed: int, data_axis: DataAxis = "replicate"
+) -> None:
     """Spread a one-process decoder over the mesh, in place; names and global shapes of its parameters stay.
 
     Parameters on the meta device are filled from ``seed`` and their names; others take process 0's values.
@@ -25,14 +28,21 @@ def parallelize(decoder: Decoder, mesh: DeviceMesh, *, device: torch.device, see
         mesh: All processes.
         device: Where this process computes.
         seed: The same on every process.
+        data_axis: How the replicas of the data axis keep parameters.
     """
     scheme = scheme_for(decoder)
     tensor_mesh = mesh[TENSOR_AXIS]
     is_split = tensor_mesh.size() > 1
     placements = scheme.placements(decoder, tensor_mesh.size()) if is_split else None
     materialize(decoder.root, tensor_mesh, placements, device=device, seed=seed)
+    has_own_loss = decoder.own_loss is not None
     if is_split:
         scheme.swap(decoder, register_group(tensor_mesh.get_group()))
+    if mesh[DATA_AXIS].size() > 1:
+        if decoder.layout.loss is not None and has_own_loss:
+            loss = decoder.part(decoder.layout.loss)
+            set_module(decoder.root, decoder.layout.loss, TokenWeightedLoss(loss, mesh[DATA_AXIS]))
+        apply_data_axis(decoder.root, list(decoder.layers.values()), mesh, data_axis)
 
 
 @torch.no_grad()

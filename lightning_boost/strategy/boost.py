@@ -1,5 +1,7 @@
 """``Trainer(strategy="boost")``: bottleneck-aware parallel training of an unchanged LightningModule."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,21 +14,23 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
+from torch.nn import Module
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_boost import checkpoint as checkpoints
+from lightning_boost.data_parallel import DataAxis, set_gradient_sync
 from lightning_boost.gradients import clip_gradients_by_norm
 from lightning_boost.mesh import DATA_AXIS, AutoSize, ParallelSizes, build_mesh
 from lightning_boost.parallelize import parallelize
 from lightning_boost.strategy.faults import report_failure
 from lightning_boost.strategy.lightning_internals import IS_INTERACTIVE, CheckedLauncher
-from lightning_boost.tensor_parallel.check import check_tensor_size, legal_sizes
+from lightning_boost.strategy.sizes import RequestedSizes
 from lightning_boost.tensor_parallel.layout import Decoder, DecoderLayout, find_decoder
-from lightning_boost.tensor_parallel.scheme import scheme_for
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 """Lightning's names of the precisions that keep training exact to their rounding."""
@@ -42,14 +46,18 @@ class BoostParallelStrategy(ModelParallelStrategy):
     parallel twins when the Trainer sets up; parameters keep their names and become DTensors with their global shapes.
 
     Args:
-        tensor_parallel_size: Processes that share each layer; ``"auto"``: the largest size that divides the processes
-            of a node, the heads and the hidden features.
+        tensor_parallel_size: Processes that share each layer; ``"auto"``: the largest size that the model allows and
+            that divides the processes of a node.
+        data_parallel_size: Replicas, each of which sees its own part of the data; ``"auto"``: all processes that the
+            tensor axis leaves.
+        data_axis: How replicas keep parameters: ``"replicate"`` whole, ``"shard"`` each a share, gathered layer by
+            layer, ``"hybrid"`` shared out inside a node and replicated across nodes.
         layout: Names of the decoder's parts, where they are not LLaMA's.
         process_group_backend: ``None``: NCCL on GPUs, gloo on the CPU.
         timeout: After which a collective that a process does not join is an error.
 
     Raises:
-        ValueError: If ``tensor_parallel_size`` is not ``"auto"`` or a whole number of at least 1.
+        ValueError: If a size is neither ``"auto"`` nor a whole number of at least 1, or the data axis is unknown.
     """
 
     strategy_name = "boost"
@@ -60,21 +68,20 @@ class BoostParallelStrategy(ModelParallelStrategy):
         self,
         tensor_parallel_size: AutoSize = "auto",
         *,
+        data_parallel_size: AutoSize = "auto",
+        data_axis: DataAxis = "replicate",
         layout: DecoderLayout | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
-        super().__init__(
-            data_parallel_size=1,
-            tensor_parallel_size=tensor_parallel_size,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        self.requested = RequestedSizes(
+            tensor_parallel_size=tensor_parallel_size, data_parallel_size=data_parallel_size, data_axis=data_axis
         )
-        if tensor_parallel_size != "auto":
-            ParallelSizes(tensor_parallel_size=tensor_parallel_size)
         self.sizes = ParallelSizes()
         """The mesh's sizes, once set up."""
 
+        self._root: Module | None = None
         self.gradient_norm: float | None = None
         """Global norm at the last clipping, before it."""
 
@@ -109,9 +116,7 @@ class BoostParallelStrategy(ModelParallelStrategy):
                 f"precision ({precision!r}) must be one of {', '.join(PRECISIONS)} with strategy 'boost': the range of"
                 " fp16 does not hold the sums of squares that online RMSNorm carries. Take 'bf16-true' or 'bf16-mixed'."
             )
-        if self._tensor_parallel_size != "auto":
-            sizes = ParallelSizes(tensor_parallel_size=int(self._tensor_parallel_size))
-            sizes.check_world(self._num_all_processes)
+        self.requested.check_world(self._num_all_processes)
         module = self._module
         try:
             decoder = find_decoder(module, self.layout)
@@ -124,30 +129,10 @@ class BoostParallelStrategy(ModelParallelStrategy):
     def _resolve_sizes(self, decoder: Decoder) -> ParallelSizes:
         """Check the decoder and return the mesh's sizes for it."""
         already: ParallelSizes | None = decoder.root.__dict__.get(_SIZES)
-        if already is not None:
-            already.check_world(self._num_all_processes)
-            return already
-        if self._tensor_parallel_size == "auto":
-            size = self._largest_legal_size(decoder)
-        else:
-            size = int(self._tensor_parallel_size)
-        sizes = ParallelSizes(tensor_parallel_size=size)
-        sizes.check_world(self._num_all_processes)
-        if size > 1:
-            check_tensor_size(decoder, size)
-            scheme_for(decoder).check(decoder)
-        return sizes
-
-    def _largest_legal_size(self, decoder: Decoder) -> int:
-        legal = legal_sizes(decoder)
-        size = max(candidate for candidate in legal if self.num_processes % candidate == 0)
-        if size != self._num_all_processes:
-            raise ValueError(
-                f"tensor_parallel_size ('auto') must take all {self._num_all_processes} processes (devices ×"
-                f" num_nodes), and the heads and hidden features of this model allow {', '.join(map(str, legal))}."
-                " Set devices to one of these."
-            )
-        return size
+        if already is None:
+            return self.requested.resolve(decoder, self.num_processes, self.num_nodes)
+        already.check_world(self._num_all_processes)
+        return already
 
     @property
     def _num_all_processes(self) -> int:
@@ -189,9 +174,16 @@ class BoostParallelStrategy(ModelParallelStrategy):
             # first to the run's dtype: shares are cut from values that are rounded already
             self.precision_plugin.convert_module(decoder.root)
             seed = self.broadcast(torch.initial_seed())
-            parallelize(decoder, self._device_mesh, device=self.root_device, seed=seed)
+            parallelize(
+                decoder,
+                self._device_mesh,
+                device=self.root_device,
+                seed=seed,
+                data_axis=self.requested.data_axis,
+            )
             decoder.root.__dict__[_SIZES] = sizes
-        if sizes.tensor_parallel_size > 1:
+        self._root = decoder.root
+        if sizes.world_size > 1:
             _check_all_spread(module)
         for metric in module.modules():
             if isinstance(metric, Metric):
@@ -230,6 +222,34 @@ class BoostParallelStrategy(ModelParallelStrategy):
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         norm = clip_gradients_by_norm(self.precision_plugin.main_params(optimizer), clip_val)
         self.gradient_norm = norm.item()
+
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Go backward; a last window of accumulation that is shorter than the others weighs as much as they do."""
+        return super().backward(closure_loss * self._window_weight(), optimizer, *args, **kwargs)
+
+    def _window_weight(self) -> float:
+        """Return by how much Lightning divides the loss too often: it takes every window for a full one."""
+        trainer = self._module.trainer
+        window, num_batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+        if not self._module.automatic_optimization or window == 1 or num_batches == float("inf"):
+            return 1.0
+        rest = int(num_batches) % window
+        is_in_last = trainer.fit_loop.epoch_loop.batch_idx >= num_batches - rest
+        return window / rest if is_in_last else 1.0
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Leave gradients on each replica while they are accumulated; they are averaged once, with the last of them."""
+        assert self._root is not None
+        set_gradient_sync(self._root, False)
+        try:
+            yield
+        finally:
+            set_gradient_sync(self._root, True)
 
     # ---- what processes agree on ---------------------------------------------------------------------------------
 
