@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from typing_extensions import override
 
-from lightning_boost.config import IGNORED_LABEL
 from lightning_boost.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS
-from lightning_boost.model.loss import next_tokens
+from lightning_boost.model.loss import count_valid, next_tokens
 
 DataAxis = Literal["replicate", "shard", "hybrid"]
 """``replicate``: whole parameters on every replica; ``shard``: each holds a share and gathers a layer while it runs;
@@ -75,7 +74,7 @@ class TokenWeightedLoss(nn.Module):
         if not torch.is_grad_enabled():
             return loss
         mesh: Any = self.__dict__["mesh"]
-        mine = (next_tokens(labels) != IGNORED_LABEL).sum().to(loss.dtype)
+        mine = count_valid(next_tokens(labels)).to(loss.dtype)
         everyones = mine.clone()
         dist.all_reduce(everyones, group=mesh.get_group())
         weight: Tensor = mine * mesh.size() / everyones.clamp(min=1.0)

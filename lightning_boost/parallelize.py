@@ -72,13 +72,25 @@ def materialize(
                 f"buffer {name} is on the meta device, where it has no values to start from."
                 " Build buffers on the CPU, or compute what they hold in forward."
             )
+        buffer.copy_(_process_0s(buffer, device))
     values = _initial_values(model, seed)
 
     def share_of(name: str, parameter: nn.Parameter) -> nn.Parameter:
-        value = values[name]() if parameter.is_meta else _process_0s(parameter)
+        if placements is None and not parameter.is_meta:
+            # kept as it is, with its hooks and attributes; it only moves
+            parameter.data = _process_0s(parameter, device)
+            return parameter
+        if parameter._backward_hooks:
+            raise ValueError(
+                f"parameter {name} has hooks on its gradient, which would see a share of it. Register them after the"
+                " Trainer has set up (on_fit_start), or set tensor_parallel_size to 1."
+            )
+        value = values[name]() if parameter.is_meta else _process_0s(parameter, device)
         placement = None if placements is None else placements.get(name, Replicate())
         share = value.to(device) if placement is None else shard(value, mesh, placement, device)
-        return nn.Parameter(share, requires_grad=parameter.requires_grad)
+        replacement = nn.Parameter(share, requires_grad=parameter.requires_grad)
+        replacement.__dict__.update(parameter.__dict__)
+        return replacement
 
     replace_parameters(model, share_of)
 
@@ -101,8 +113,10 @@ def _initial_values(model: nn.Module, seed: int) -> dict[str, MakeValue]:
     return initial_values(model, std=std, seed=seed)
 
 
-def _process_0s(parameter: Tensor) -> Tensor:
-    value = parameter.detach()
+def _process_0s(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return process 0's values of a tensor, on the device on which the process group communicates."""
+    # a copy without gaps: gloo would overwrite what lies between the elements of a view
+    value = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(value, src=0)
     return value

@@ -1,5 +1,6 @@
 """What a run was and what came of it, on one screen at its end."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,7 +34,8 @@ class RunSummary(Callback):
     Args:
         prompt: Text that the sample follows.
         sample_tokens: Length of the sample; 0 for none.
-        next_command: The command to try next; ``{checkpoint}`` in it becomes the path of the last checkpoint.
+        next_command: The command to try next; ``{checkpoint}`` in it becomes the path of the last checkpoint and
+            ``{python}`` that of the interpreter. Left out if no checkpoint was saved.
     """
 
     def __init__(self, *, prompt: str = "The ", sample_tokens: int = 200, next_command: str | None = None) -> None:
@@ -42,7 +44,8 @@ class RunSummary(Callback):
         self.sample_tokens = sample_tokens
         self.next_command = next_command
         self._watch = ExitStack()
-        self._losses: list[float] = []
+        self._losses: dict[str, float] = {}
+        self._validated_at = 0
         self._log: CollectiveLog | None = None
         self._tokens_of_step = 0
         self._norms: list[NormDifference] = []
@@ -95,8 +98,10 @@ class RunSummary(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the loss."""
-        if "val_loss" in trainer.callback_metrics:
-            self._losses.append(trainer.callback_metrics["val_loss"].item())
+        loss = trainer.callback_metrics.get("val_loss")
+        if loss is not None:
+            self._losses["before" if trainer.sanity_checking else "after"] = loss.item()
+            self._validated_at = trainer.global_step
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -116,9 +121,14 @@ class RunSummary(Callback):
             table.add_row(name, text)
         if sample is not None:
             table.add_row(f"after {self.prompt!r}", sample, end_section=True)
-        for name, text in self._where_next(trainer):
-            table.add_row(name, text)
-        Console().print(table)
+        path = _last_checkpoint(trainer)
+        table.add_row("checkpoint", path or "none was saved")
+        console = Console()
+        console.print(table)
+        if self.next_command and path:
+            command = self.next_command.format(python=_short(sys.executable), checkpoint=path)
+            # not in the table, which would break the line
+            console.print(f"To try next:\n{command}", soft_wrap=True, highlight=False)
 
     def _sample(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
         datamodule: Any = getattr(trainer, "datamodule", None)
@@ -138,7 +148,8 @@ class RunSummary(Callback):
         low, full = count_parameters(config), count_parameters(config, full_rank=True)
         yield "parameters", f"{low:,}; with full-rank matrices {full:,} ({full / low:.2f} times as many)"
         if size > 1 and self._log is not None:
-            columns = statistic_columns(next(pl_module.parameters()).dtype, size)
+            dtype = torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32
+            columns = statistic_columns(dtype, size)
             yield from _communication(self._log, config, self._tokens_of_step, size, columns)
         if self._norms:
             worst = max(self._norms, key=lambda norm: norm.max_absolute)
@@ -147,16 +158,10 @@ class RunSummary(Callback):
                 f"at most {worst.max_absolute:.1e} from the exact norm, on latents of up to {worst.max_exact:.1f}"
                 f" ({len(self._norms)} norms, last validation batch)",
             )
-        if self._losses:
-            before = f"{self._losses[0]:.3f} before training, " if len(self._losses) > 1 else ""
-            yield "validation loss", f"{before}{self._losses[-1]:.3f} nats per token after {trainer.global_step} steps"
-
-    def _where_next(self, trainer: Trainer) -> Iterator[Row]:
-        path = _last_checkpoint(trainer)
-        if path:
-            yield "checkpoint", path
-        if self.next_command:
-            yield "to try next", self.next_command.format(checkpoint=path)
+        before, after = self._losses.get("before"), self._losses.get("after")
+        at_start = "" if before is None else f"{before:.3f} before training, "
+        at_end = "none during it" if after is None else f"{after:.3f} after {self._validated_at} steps"
+        yield "validation loss", f"{at_start}{at_end} (nats per token; the run took {trainer.global_step} steps)"
 
 
 def _describe(config: LlamaConfig) -> str:
@@ -179,7 +184,11 @@ def _last_checkpoint(trainer: Trainer) -> str:
     callback = trainer.checkpoint_callback
     if not isinstance(callback, ModelCheckpoint):
         return ""
-    path = callback.last_model_path or callback.best_model_path
+    return _short(callback.last_model_path or callback.best_model_path)
+
+
+def _short(path: str) -> str:
+    """Write a path relative to the working directory where it lies below it."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if path and Path(path).is_relative_to(here) else path
 

@@ -41,7 +41,7 @@ class NextTokenLoss(nn.Module):
             reduction="sum",
             label_smoothing=self.label_smoothing,
         )
-        return total / count_valid(targets)
+        return total / count_valid(targets).clamp(min=1)
 
 
 def next_tokens(labels: Tensor) -> Tensor:
@@ -50,5 +50,5 @@ def next_tokens(labels: Tensor) -> Tensor:
 
 
 def count_valid(targets: Tensor) -> Tensor:
-    """Count targets that are not ignored; at least 1, so that it can divide."""
-    return (targets != IGNORED_LABEL).sum().clamp(min=1)
+    """Count targets that are not ignored."""
+    return (targets != IGNORED_LABEL).sum()

@@ -25,11 +25,14 @@ from torch.nn.functional import embedding, linear
 from typing_extensions import override
 
 from lightning_boost.model.low_rank import LowRankLinear
-from lightning_boost.tensor_parallel.dense import Rows, ScatterFeatures, num_rows, own_rows
+from lightning_boost.tensor_parallel.dense import Rows, ScatterFeatures, SplitReader, num_rows, own_rows
 from lightning_boost.tensor_parallel.gathered_norm import NormGather
 from lightning_boost.tensor_parallel.library import gemm_dtype
 from lightning_boost.tensor_parallel.local_parameter import local
 from lightning_boost.tensor_parallel.ops import Expand, NormProjectReduce, ProjectReduce
+
+_GROUP = "_lightning_boost_group"
+"""Marks a group's outputs, so that its projections know them from anything that is made of them."""
 
 
 class FactorPair(nn.Module):
@@ -95,12 +98,13 @@ class GroupMember(nn.Module):
     @override
     def forward(self, outputs: Tensor) -> Tensor:
         """Cut ``[…, w_i]`` out of ``[…, w]``."""
-        widths = [member.local_width for member in self.__dict__["members"]]
-        if outputs.shape[-1] != sum(widths):
+        if getattr(outputs, _GROUP, None) != id(self.__dict__["members"]):
             raise RuntimeError(
-                f"a projection of a group got {outputs.shape[-1]} features where its norm gives {sum(widths)}:"
-                " something stands between the two. Describe the model's parts with a DecoderLayout."
+                "a projection must read its norm's output as it is, and got something else: the model's forward does"
+                " more between the two than the layout says. Describe its parts with a DecoderLayout, or set"
+                " tensor_parallel_size to 1."
             )
+        widths = [member.local_width for member in self.__dict__["members"]]
         return outputs.narrow(-1, sum(widths[: self.index]), widths[self.index])
 
 
@@ -125,7 +129,7 @@ class NormalizedProjections(nn.Module):
     Args:
         norm: The norm that is replaced.
         eps: Its eps.
-        members: What stands in its projections' places, in order.
+        members: What stands in its projections' places, in order; the very list that they joined.
         hidden_size: ``D`` over the whole group.
         group: Name of the tensor axis's group.
         chunk: Label of the collectives.
@@ -135,7 +139,7 @@ class NormalizedProjections(nn.Module):
         self,
         norm: nn.Module,
         eps: float,
-        members: Sequence[GroupMember],
+        members: list[GroupMember],
         hidden_size: int,
         group: str,
         chunk: str,
@@ -146,7 +150,7 @@ class NormalizedProjections(nn.Module):
         self.hidden_size = hidden_size
         self.group = group
         self.chunk = chunk
-        self.__dict__["members"] = tuple(members)
+        self.__dict__["members"] = members
 
     @property
     def low_rank_members(self) -> list[LowRankMember]:
@@ -168,7 +172,9 @@ class NormalizedProjections(nn.Module):
             y = self._dense(rows, dense)
         else:
             y = self._in_order(pairs, self._low_rank(rows, pairs), dense, self._dense(rows, dense))
-        return y.view(*x.shape[:-1], -1)
+        y = y.view(*x.shape[:-1], y.shape[-1])
+        setattr(y, _GROUP, id(self.__dict__["members"]))
+        return y
 
     def latents(self, rows: Tensor) -> Tensor:
         """Return the latents ``[N, R]`` of the group's pairs, before σ."""
@@ -186,6 +192,7 @@ class NormalizedProjections(nn.Module):
 
     def _dense(self, rows: Tensor, members: Sequence[DenseMember]) -> Tensor:
         hidden: Tensor = NormGather.apply(rows, local(self.weight), self.eps, self.group, self.chunk)
+        hidden = SplitReader.apply(hidden, self.group)
         dtype = gemm_dtype(members[0].weight)
         weight = torch.cat([own_rows(member.weight, member.rows, self.group, self.chunk) for member in members])
         y = linear(hidden.to(dtype), weight.to(dtype))
@@ -223,7 +230,7 @@ class BottleneckParallelLinear(FactorPair):
         factor_a = local(self.factor_a.weight)
         z = ProjectReduce.apply(x.flatten(0, -2), factor_a.to(gemm_dtype(factor_a)), self.group, self.chunk)
         y = expand(activate(z, [self]), [self], self.group, self.chunk)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class DenseParallelLinear(nn.Module):

@@ -5,6 +5,7 @@ from torch import nn
 from torch.func import functional_call
 
 from lightning_boost.mesh import legal_tensor_sizes
+from lightning_boost.model.low_rank import ACTIVATIONS, LowRankLinear
 from lightning_boost.model.norm import normalize
 from lightning_boost.tensor_parallel.layout import Decoder
 
@@ -39,30 +40,86 @@ def check_tensor_size(decoder: Decoder, size: int) -> None:
 
 
 def check_projection(module: nn.Module, name: str, *kinds: type[nn.Module]) -> None:
-    """Check that a projection is one of the layers that the scheme splits.
+    """Check that a projection is one of the layers that the scheme splits, and nothing more.
 
     Raises:
-        ValueError: If it is anything else.
+        ValueError: If it is of another class, a pair has other parts than factors and an element-wise activation, or
+            hooks are registered on it.
     """
     if type(module) not in kinds:
         raise ValueError(
-            f"{name} is a {type(module).__name__} and must be a {' or a '.join(kind.__name__ for kind in kinds)}."
-            " Replace the projection by one."
+            f"{name} is a {type(module).__name__} and must be a {' or a '.join(kind.__name__ for kind in kinds)}, not a"
+            " subclass: its own forward would not be run. Replace the projection by one."
         )
+    if isinstance(module, LowRankLinear):
+        is_plain = all(type(factor) is nn.Linear for factor in (module.factor_a, module.factor_b))
+        if not is_plain or module.factor_a.bias is not None:
+            raise ValueError(f"{name}'s factors must be a torch.nn.Linear each, and factor_a have no bias.")
+        if type(module.activation) not in (nn.Identity, *ACTIVATIONS.values()):
+            raise ValueError(
+                f"{name}'s activation is a {type(module.activation).__name__} and must be None or one of"
+                f" {', '.join(ACTIVATIONS)}: it is applied to the latents of several projections at once."
+            )
+    check_no_hooks(module, name)
+
+
+def check_no_hooks(module: nn.Module, name: str) -> None:
+    """Check that replacing a module loses nothing that was registered on it or inside it.
+
+    Raises:
+        ValueError: If there are forward or backward hooks.
+    """
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    for inner_name, inner in module.named_modules(prefix=name):
+        if any(getattr(inner, kind) for kind in kinds):
+            raise ValueError(
+                f"{inner_name} has hooks, and is replaced by its parallel twin, which has none. Register them after the"
+                " Trainer has set up (on_fit_start), or set tensor_parallel_size to 1."
+            )
 
 
 def check_ends(decoder: Decoder) -> None:
     """Check that the embedding and the head are plain ones.
 
     Raises:
-        ValueError: If they are of another class, or the head has a bias.
+        ValueError: If they are of another class, the head has a bias, the embedding a rule for its gradients, or hooks
+            are registered on them.
     """
     layout = decoder.layout
     embedding, head = decoder.part(layout.embedding), decoder.part(layout.head)
-    if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
+    if type(embedding) is not nn.Embedding:
         raise ValueError(f"{layout.embedding} is a {type(embedding).__name__} and must be a torch.nn.Embedding.")
+    if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+        raise ValueError(f"{layout.embedding} must have none of max_norm, scale_grad_by_freq and sparse.")
     if type(head) is not nn.Linear or head.bias is not None:
         raise ValueError(f"{layout.head} is a {type(head).__name__} and must be a torch.nn.Linear without a bias.")
+    for name in (layout.embedding, layout.head):
+        check_no_hooks(decoder.part(name), name)
+
+
+def check_whole_model(decoder: Decoder, placed: set[str]) -> None:
+    """Check that nothing in the model is left that would go its own way on each process.
+
+    Args:
+        decoder: The model.
+        placed: Names of the parameters that the scheme places.
+
+    Raises:
+        ValueError: If there are other parameters, or dropout.
+    """
+    others = [name for name, _ in decoder.root.named_parameters() if name not in placed]
+    if others:
+        raise ValueError(
+            f"parameters {', '.join(others[:5])} of {type(decoder.root).__name__} belong to no part of the decoder that"
+            " its layout names, and cannot be trained with tensor_parallel_size above 1 yet. Remove them, or set"
+            " tensor_parallel_size to 1."
+        )
+    for name, module in decoder.root.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise ValueError(
+                f"{name} drops values with probability {module.p}, which must be 0 with tensor_parallel_size above 1"
+                " for now: processes would have to draw different masks for their shares and equal ones elsewhere."
+            )
 
 
 def norm_eps(norm: nn.Module, name: str) -> float:
@@ -81,7 +138,10 @@ def norm_eps(norm: nn.Module, name: str) -> float:
         weight = torch.randn(parameters["weight"].shape, generator=generator)
         x = torch.randn(2, len(weight), generator=generator) * torch.tensor([[1.0], [eps**0.5]]) + 0.3 * eps**0.5
         if torch.allclose(functional_call(norm, {"weight": weight}, x), weight * normalize(x, eps), rtol=1e-3):
+            check_no_hooks(norm, name)
             return eps
+    if isinstance(norm, nn.RMSNorm) and norm.eps is None:
+        raise ValueError(f"{name} is an RMSNorm whose eps is None and must be given: torch.nn.RMSNorm(…, eps=1e-6).")
     raise ValueError(
         f"{name} is a {type(norm).__name__} and must be an RMSNorm, weight · x · (mean(x²) + eps)^-½: only its scale"
         " can be applied after the sum over processes. Replace it by torch.nn.RMSNorm with an explicit eps."

@@ -37,7 +37,11 @@ def _scatter_features(x: Tensor, group: str, chunk: str, pass_: str) -> Tensor:
 
 
 class CopyToGroup(torch.autograd.Function):
-    """Hand a whole tensor to what is split over processes: identity forward, one all-reduce backward."""
+    """Hand a whole tensor on to all processes: identity forward, one all-reduce backward, which averages.
+
+    What is split hands back its own part of the gradient times the number of processes (``SplitReader``), so that the
+    average is the sum of the parts; what is not split counts once.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, chunk: str) -> Tensor:
@@ -48,8 +52,27 @@ class CopyToGroup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the sum of every process's gradient."""
-        return _sum_over_group(grad, ctx.group, ctx.chunk, "backward"), None, None
+        """Return the average of every process's gradient."""
+        return _sum_over_group(grad, ctx.group, ctx.chunk, "backward") / group_size(ctx.group), None, None
+
+
+class SplitReader(torch.autograd.Function):
+    """Stand where something split reads a whole tensor: identity forward, backward times the number of processes.
+
+    The tensor's gradient is averaged where it was made whole, and each process has a part of it here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        """Return ``x``."""
+        ctx.factor = group_size(group)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient, scaled."""
+        return grad * ctx.factor, None
 
 
 class SumOverGroup(torch.autograd.Function):

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_boost.collectives import group_index
 from lightning_boost.model.norm import normalize
-from lightning_boost.tensor_parallel.dense import CopyToGroup, GatherFeatures, Rows, SumOverGroup, own_rows
+from lightning_boost.tensor_parallel.dense import CopyToGroup, GatherFeatures, Rows, SplitReader, SumOverGroup, own_rows
 from lightning_boost.tensor_parallel.library import gemm_dtype
 from lightning_boost.tensor_parallel.local_parameter import local
 
@@ -76,7 +76,8 @@ class ColumnParallelLinear(nn.Module):
         weight = own_rows(self.weight, self.rows, self.group, self.chunk)
         bias = None if self.bias is None else own_rows(self.bias, self.rows, self.group, self.chunk)
         dtype = gemm_dtype(weight)
-        return linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        x = SplitReader.apply(x.to(dtype), self.group)
+        return linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 class RowParallelLinear(nn.Module):

@@ -42,8 +42,8 @@ def _norm_gather_backward(
     buffer[..., :width] = grad_y.unflatten(-1, (num_processes, width)).transpose(0, 1)
     write_statistic(buffer[..., width:], inner.expand(num_processes, -1), group_index(group))
     mine = reduce_scatter(buffer, group, Label(chunk, "backward"))
-    grad = mine[:, :width].to(rho.dtype)
-    c = read_statistic(mine[:, width:], num_processes) * rho.square() / (num_processes * width)
+    grad = mine[:, :width].to(rho.dtype) / num_processes
+    c = read_statistic(mine[:, width:], num_processes) / num_processes * rho.square() / (num_processes * width)
     wide = x.to(rho.dtype)
     grad_x = rho * gamma * grad - c * wide
     grad_gamma = (grad * wide * rho).sum(0)
@@ -53,9 +53,10 @@ def _norm_gather_backward(
 class NormGather(torch.autograd.Function):
     """Compute the RMSNorm of a hidden state that is sharded over features, and give it whole.
 
-    ``x`` is ``[N, d]``, ``gamma`` ``[d]``, the result ``[N, D]``. The gradient that comes back is partial: each
-    process knows its share of what reads it only. It is summed and cut in one reduce-scatter, which also carries the
-    inner product that the norm's backward needs.
+    ``x`` is ``[N, d]``, ``gamma`` ``[d]``, the result ``[N, D]``. The gradient that comes back differs from process to
+    process where what reads the result is split. It is averaged and cut in one reduce-scatter, which also carries the
+    inner product that the norm's backward needs. What is split hands back its own part of the gradient times the number
+    of processes (``SplitReader``), so that the average is the sum of the parts; what is not split counts once.
 
     Communication: forward one all-gather of ``(N + 1) d`` values, backward one reduce-scatter of
     ``N (D + tp · statistic columns)``.
@@ -98,4 +99,4 @@ class GatheredNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[…, D/tp]`` to ``[…, D]``."""
         y: Tensor = NormGather.apply(x.flatten(0, -2), local(self.weight), self.eps, self.group, "head")
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])

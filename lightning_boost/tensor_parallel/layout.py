@@ -7,6 +7,7 @@ projections reads, and so on. ``LLAMA`` fits every model of that family's naming
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 
 from torch import nn
 
@@ -15,7 +16,11 @@ from lightning_boost.model.loss import NextTokenLoss
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectionGroup:
-    """Projections that read the same norm, which nothing else reads. Names are relative to a decoder layer."""
+    """Projections that read the same norm, which nothing else reads. Names are relative to a decoder layer.
+
+    Each projection's output must be features that may be split evenly: heads, or features of the MLP. One that computes
+    two things at once (a fused gate and up) cannot be described.
+    """
 
     norm: str
     projections: tuple[str, ...]
@@ -96,7 +101,10 @@ LLAMA = DecoderLayout(
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model whose parts a layout has found."""
+    """A model whose parts a layout has found.
+
+    What is read from parts that will be replaced is remembered from its first reading.
+    """
 
     root: nn.Module
     layout: DecoderLayout
@@ -116,7 +124,7 @@ class Decoder:
         """``D``."""
         return self.root.get_parameter(f"{self.layout.embedding}.weight").shape[-1]
 
-    @property
+    @cached_property
     def is_tied(self) -> bool:
         """Whether the embedding and the head share one weight."""
         return self.part(self.layout.embedding).weight is self.part(self.layout.head).weight
@@ -138,9 +146,9 @@ class Decoder:
     def own_loss(self) -> NextTokenLoss | None:
         """The loss module that the layout names, if the model holds it."""
         loss = getattr(self.root, self.layout.loss or "", None)
-        return loss if isinstance(loss, NextTokenLoss) else None
+        return loss if type(loss) is NextTokenLoss else None
 
-    @property
+    @cached_property
     def attention_heads(self) -> tuple[int, int]:
         """Attention heads and key/value heads.
 

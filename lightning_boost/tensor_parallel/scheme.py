@@ -17,7 +17,7 @@ from lightning_boost.tensor_parallel.bottleneck import (
     LowRankMember,
     NormalizedProjections,
 )
-from lightning_boost.tensor_parallel.check import check_ends, check_projection, norm_eps
+from lightning_boost.tensor_parallel.check import check_ends, check_projection, check_whole_model, norm_eps
 from lightning_boost.tensor_parallel.dense import Rows
 from lightning_boost.tensor_parallel.full_rank import (
     ColumnParallelLinear,
@@ -126,6 +126,8 @@ class FullRankScheme:
         """Return how each parameter is split."""
         table = _ends(decoder, norm=WHOLE)
         for layer_name in decoder.layers:
+            for group in decoder.layout.groups:
+                table[f"{layer_name}.{group.norm}.weight"] = WHOLE
             for name in decoder.layout.projections():
                 table |= _dense(decoder, f"{layer_name}.{name}", name, size, lone_bias=WHOLE)
         return table
@@ -174,6 +176,7 @@ def _check_parts(decoder: Decoder, kinds: tuple[type[Module], ...]) -> None:
             check_projection(layer.get_submodule(name), f"{layer_name}.{name}", *kinds)
     norm_eps(decoder.part(layout.final_norm), layout.final_norm)
     check_ends(decoder)
+    check_whole_model(decoder, set(scheme_for(decoder).placements(decoder, 2)))
 
 
 def _ends(decoder: Decoder, *, norm: Placement) -> Placements:

@@ -16,7 +16,7 @@ from lightning_boost.collectives import Label, all_gather, group_index, group_si
 from lightning_boost.config import IGNORED_LABEL
 from lightning_boost.mesh import shard_bounds
 from lightning_boost.model.loss import NextTokenLoss, count_valid, next_tokens
-from lightning_boost.tensor_parallel.dense import ScatterFeatures, SumOverGroup
+from lightning_boost.tensor_parallel.dense import ScatterFeatures, SplitReader, SumOverGroup
 from lightning_boost.tensor_parallel.library import gemm_dtype, operator, wide_dtype
 from lightning_boost.tensor_parallel.local_parameter import local
 
@@ -136,7 +136,7 @@ class VocabularyLoss(torch.autograd.Function):
     ================  ===============  ==========================================
 
     Communication: forward one all-gather of three values a row for each chunk, backward none. The gradient of
-    ``hidden`` is partial; ``NormGather`` sums it.
+    ``hidden`` is this process's part of it.
     Saved for backward: the gradients of ``hidden`` and ``weight``.
     """
 
@@ -169,6 +169,20 @@ class VocabularyLoss(torch.autograd.Function):
         return grad_hidden * scale, grad_weight * scale, None, None, None, None, None
 
 
+def check_token_ids(token_ids: Tensor, vocab_size: int) -> None:
+    """Check that every id names a token: a share of the vocabulary cannot tell a foreign id from a wrong one.
+
+    Raises:
+        IndexError: If one does not (on a GPU, whose values are not waited for, an assertion there).
+    """
+    in_range = ((token_ids >= 0) & (token_ids < vocab_size)).all()
+    if token_ids.device.type != "cpu":
+        torch._assert_async(in_range)
+    elif not in_range:
+        wrong = token_ids[(token_ids < 0) | (token_ids >= vocab_size)][0].item()
+        raise IndexError(f"token id {wrong} must be from 0 to {vocab_size - 1}, below vocab_size ({vocab_size}).")
+
+
 class VocabularyParallelHead(nn.Module):
     """In the head's place: logits of this process's share of the vocabulary, gathered whole.
 
@@ -190,7 +204,8 @@ class VocabularyParallelHead(nn.Module):
         """Map ``[…, D]`` to ``[…, V]``."""
         weight = local(self.weight)
         dtype = gemm_dtype(weight)
-        logits: Tensor = GatherLogits.apply(linear(hidden.to(dtype), weight.to(dtype)), self.vocab_size, self.group)
+        hidden = SplitReader.apply(hidden.to(dtype), self.group)
+        logits: Tensor = GatherLogits.apply(linear(hidden, weight.to(dtype)), self.vocab_size, self.group)
         return logits
 
 
@@ -211,13 +226,14 @@ class VocabularyParallelLoss(nn.Module):
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss; shapes as ``NextTokenLoss``, the weight being a DTensor ``[V, D]``."""
         targets = next_tokens(labels)
+        check_token_ids(targets.masked_fill(targets == IGNORED_LABEL, 0), head_weight.shape[0])
         weight = local(head_weight)
         dtype = gemm_dtype(weight)
         loss: Tensor = VocabularyLoss.apply(
-            hidden.flatten(0, -2).to(dtype),
+            SplitReader.apply(hidden.flatten(0, -2).to(dtype), self.group),
             weight.to(dtype),
             targets.flatten(),
-            count_valid(targets),
+            count_valid(targets).clamp(min=1),
             head_weight.shape[0],
             self.label_smoothing,
             self.group,
@@ -250,6 +266,7 @@ class VocabularyParallelEmbedding(nn.Module):
         """Map ``[B, T]`` to ``[B, T, D/tp]``, or ``[B, T, D]``."""
         weight = local(self.weight)
         first, _ = shard_bounds(self.weight.shape[0], group_size(self.group), group_index(self.group))
+        check_token_ids(input_ids, self.weight.shape[0])
         own_ids = input_ids - first
         is_mine = (own_ids >= 0) & (own_ids < weight.shape[0])
         if weight.shape[0]:

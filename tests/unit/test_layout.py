@@ -90,6 +90,11 @@ def test_any_rms_norm_is_recognised_by_what_it_computes(norm):
     assert norm_eps(norm, "norm") == 1e-5
 
 
+def test_an_eps_that_is_not_given_is_asked_for():
+    with pytest.raises(ValueError, match=r"norm is an RMSNorm whose eps is None and must be given"):
+        norm_eps(nn.RMSNorm(8), "norm")
+
+
 class _OffsetNorm(RMSNorm):
     def forward(self, x):
         return x + super().forward(x) - x + super().forward(x) / self.weight
@@ -104,9 +109,7 @@ class _WrongEps(RMSNorm):
         )
 
 
-@pytest.mark.parametrize(
-    "norm", [nn.LayerNorm(8, eps=1e-5), _OffsetNorm(8), _WrongEps(8), nn.RMSNorm(8), nn.Identity()]
-)
+@pytest.mark.parametrize("norm", [nn.LayerNorm(8, eps=1e-5), _OffsetNorm(8), _WrongEps(8), nn.Identity()])
 def test_any_other_norm_is_refused(norm):
     with pytest.raises(ValueError, match=rf"input_layernorm is a {type(norm).__name__} and must be an RMSNorm"):
         norm_eps(norm, "input_layernorm")
