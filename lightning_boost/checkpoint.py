@@ -1,9 +1,10 @@
 """Checkpoints that do not know the layout: torch's distributed format under the names and shapes of one process.
 
 A checkpoint is a directory. It is written under another name and renamed when complete, so a directory that has the
-right name is whole.
+right name is whole. Nothing is unpickled but plain types and torch's own description of a checkpoint.
 """
 
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,11 +24,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from lightning_boost.checkpoint_reader import PlainPlanner, PlainReader
+from lightning_boost.config import LlamaConfig, LowRankConfig, RopeScaling
+
 TRAINER_STATE_FILE = "meta.pt"
 """Everything that is not a tensor of the model or of an optimizer; Lightning's name for it."""
 
 # without flattening, the parameter groups of one process would overwrite those of the others
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+# what a module's hyper-parameters may hold beside plain types
+_OWN_TYPES: list[Any] = [LlamaConfig, LowRankConfig, RopeScaling]
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -45,6 +54,9 @@ def save_checkpoint(path: Path, tensors: dict[str, Any], trainer_state: dict[str
         path: Directory to make. If it exists, it is replaced once the new one is complete.
         tensors: State of the model and of optimizers; each process hands in its shares.
         trainer_state: The rest; process 0's is written.
+
+    Raises:
+        ValueError: If the rest holds something that loading would refuse.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     is_first = dist.get_rank() == 0
@@ -54,42 +66,116 @@ def save_checkpoint(path: Path, tensors: dict[str, Any], trainer_state: dict[str
     dist.barrier()
     dcp.save(tensors, checkpoint_id=unfinished)
     if is_first:
-        torch.save(trainer_state, unfinished / TRAINER_STATE_FILE)
+        _write_trainer_state(trainer_state, unfinished / TRAINER_STATE_FILE)
         _publish(unfinished, path)
     dist.barrier()
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+def load_checkpoint(
+    path: Path, model: nn.Module, optimizers: list[Optimizer], *, strict: bool = True
+) -> dict[str, Any]:
     """Load the states of a model and its optimizers, in place, whatever layout saved them; return the rest.
+
+    A parameter that an optimizer had no state for yet begins with none.
 
     Args:
         path: A directory that ``save_checkpoint`` wrote.
         model: Spread over the present layout.
         optimizers: Those of the present run; none where only weights are wanted.
+        strict: Whether the checkpoint must hold exactly the model's tensors.
 
     Raises:
         FileNotFoundError: If there is no checkpoint at ``path``.
+        ValueError: If it holds other tensors than the model, or cannot be read.
     """
-    if not (path / TRAINER_STATE_FILE).is_file():
-        kind = "is a single file" if path.is_file() else "has no meta.pt" if path.is_dir() else "does not exist"
-        raise FileNotFoundError(
-            f"checkpoint {path} {kind}; strategy 'boost' loads the directories that it saves"
-            " (Trainer.save_checkpoint, ModelCheckpoint)."
-        )
+    path = _existing(path)
     state = {"state_dict": model_state(model)}
     state |= {f"optimizer_{index}": optimizer_state(model, optimizer) for index, optimizer in enumerate(optimizers)}
-    dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(model, state["state_dict"])
+    try:
+        reader = PlainReader(path)
+        _check_tensors(reader.read_metadata(), state["state_dict"], path, strict=strict)
+        dcp.load(state, storage_reader=reader, planner=PlainPlanner(allow_partial_load=True))
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise ValueError(f"checkpoint {path} cannot be read: {type(cause).__name__}: {cause}") from None
+    set_model_state_dict(model, state["state_dict"], options=StateDictOptions(strict=strict))
     for index, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(model, optimizer, state[f"optimizer_{index}"], options=_OPTIONS)
-    trainer_state: dict[str, Any] = torch.load(path / TRAINER_STATE_FILE, weights_only=True)
+    return _read_trainer_state(path / TRAINER_STATE_FILE)
+
+
+def _existing(path: Path) -> Path:
+    """Return the directory to load: the one asked for, or what a save was about to replace when it was killed."""
+    replaced = _replaced(path)
+    for candidate in (path, replaced):
+        if (candidate / TRAINER_STATE_FILE).is_file():
+            return candidate
+    kind = "is a single file" if path.is_file() else "has no meta.pt" if path.is_dir() else "does not exist"
+    raise FileNotFoundError(
+        f"checkpoint {path} {kind}; strategy 'boost' loads the directories that it saves (Trainer.save_checkpoint,"
+        " ModelCheckpoint)."
+    )
+
+
+def _check_tensors(metadata: Metadata, state: dict[str, Any], path: Path, *, strict: bool) -> None:
+    """Compare names, shapes and dtypes of the model's tensors with those that were saved."""
+    prefix = "state_dict."
+    saved = {
+        name.removeprefix(prefix): entry
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith(prefix) and not isinstance(entry, BytesStorageMetadata)
+    }
+    wanted = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    if not saved.keys() & wanted.keys():
+        raise ValueError(f"checkpoint {path} holds none of the model's tensors; it has {_some(saved)}.")
+    if strict and saved.keys() != wanted.keys():
+        raise ValueError(
+            f"checkpoint {path} is of another model: missing {_some(wanted.keys() - saved.keys())}; not in the model"
+            f" {_some(saved.keys() - wanted.keys())}. Set strict_loading=False to load what fits."
+        )
+    for name in saved.keys() & wanted.keys():
+        there, here = saved[name], wanted[name]
+        assert isinstance(there, TensorStorageMetadata)
+        if there.size != here.shape or there.properties.dtype != here.dtype:
+            raise ValueError(
+                f"{name} is {tuple(there.size)} {there.properties.dtype} in checkpoint {path} and"
+                f" {tuple(here.shape)} {here.dtype} in the model. Load it into a model of the same configuration and"
+                " precision."
+            )
+
+
+def _some(names: Any) -> str:
+    listed = sorted(names)
+    more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
+    return ", ".join(listed[:5]) + more if listed else "nothing"
+
+
+def _write_trainer_state(trainer_state: dict[str, Any], path: Path) -> None:
+    torch.save(trainer_state, path)
+    try:
+        _read_trainer_state(path)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            "the checkpoint would not load again: a module's hyper-parameters or a callback's state holds an object"
+            f" that is no plain type. Keep plain types in save_hyperparameters and state_dict. ({error})"
+        ) from None
+
+
+def _read_trainer_state(path: Path) -> dict[str, Any]:
+    with torch.serialization.safe_globals(_OWN_TYPES):
+        trainer_state: dict[str, Any] = torch.load(path, weights_only=True)
     return trainer_state
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
 
 
 def _publish(unfinished: Path, path: Path) -> None:
     """Give a complete checkpoint its name, and only then remove the one that had it."""
-    replaced = path.with_name(f".{path.name}.replaced")
+    replaced = _replaced(path)
     if path.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
     unfinished.rename(path)
     if replaced.is_dir():

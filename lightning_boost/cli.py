@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
@@ -45,7 +46,10 @@ class _Parser(LightningArgumentParser):
         unknown = _UNKNOWN_OPTION.search(message)
         if unknown:
             message += self._nearest(unknown[1] or unknown[2], getattr(ex, "subcommand_parser", None) or self)
-        sys.stderr.write(f"error: {message}\nAll options: {self.prog.replace(' [options]', '')} --help\n")
+        program = self.prog.replace(" [options]", "")
+        # parsers of nested classes are named after the file that runs
+        program = program if program.startswith(PROGRAM) else PROGRAM
+        sys.stderr.write(f"error: {message}\nAll options: {program} --help\n")
         self.exit(2)
         raise AssertionError
 
@@ -66,17 +70,25 @@ class BoostCLI(LightningCLI):
         """Build model, data and Trainer."""
         try:
             super().instantiate_classes()
-        except ValueError as error:
-            self.parser.error(str(error))
+        except (ValueError, OSError) as error:
+            self._refuse(error)
+
+    def _refuse(self, error: Exception | str) -> NoReturn:
+        assert self.subcommand is not None
+        self._subcommand_parsers[self.subcommand].error(str(error))
+        raise AssertionError
 
     def _check(self) -> None:
-        strategy = self.trainer.strategy
-        if isinstance(strategy, BoostParallelStrategy):
-            strategy.connect(self.model)
-            try:
+        strategy, checkpoint = self.trainer.strategy, self.config[self.subcommand].get("ckpt_path")
+        try:
+            self.model.check_vocabulary(self.datamodule)
+            if isinstance(strategy, BoostParallelStrategy):
+                strategy.connect(self.model)
                 strategy.check_before_start()
-            except ValueError as error:
-                self.parser.error(str(error))
+        except ValueError as error:
+            self._refuse(error)
+        if checkpoint not in (None, "best", "last", "hpc", "registry") and not Path(checkpoint).exists():
+            self._refuse(f"ckpt_path ({checkpoint}) does not exist.")
 
     before_fit = before_validate = before_test = before_predict = _check
 
@@ -88,7 +100,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given and given[0] in COMMANDS:
         name, *rest = given
-        sys.exit(COMMANDS[name](**vars(_command_parser(name).parse_args(rest))))
+        parser = _command_parser(name)
+        try:
+            sys.exit(COMMANDS[name](**vars(parser.parse_args(rest))))
+        except ValueError as error:
+            parser.error(str(error))
     BoostCLI(
         LowRankLanguageModel,
         TextDataModule,
@@ -105,7 +121,7 @@ def _command_parser(name: str) -> _Parser:
     parameters = inspect.signature(command).parameters
     flags = [option for option, parameter in parameters.items() if parameter.default is False]
     description, *_ = (inspect.getdoc(command) or "").partition("\n\nArgs:")
-    parser = _Parser(prog=f"{PROGRAM} {name}", description=description, default_meta=False)
+    parser = _Parser(prog=f"{PROGRAM} {name}", description=description)
     parser.add_function_arguments(command, skip=set(flags))
     for flag in flags:
         parser.add_argument(f"--{flag}", action="store_true", help=_describe(command, flag))

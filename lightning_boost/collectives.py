@@ -137,6 +137,9 @@ def reduce_scatter(tensor: Tensor, group: str, label: Label) -> Tensor:
 
 
 def _check_and_count(operation: str, tensor: Tensor, label: Label) -> None:
-    assert tensor.is_contiguous(), f"{operation} of {label} needs a contiguous tensor, got strides {tensor.stride()}"
+    if not tensor.is_contiguous():
+        raise RuntimeError(
+            f"{operation} for {label} must get a contiguous tensor, not one of strides {tensor.stride()}."
+        )
     for log in _open_logs:
         log.add(operation, label, tensor)

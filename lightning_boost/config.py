@@ -3,13 +3,24 @@
 Names of sizes follow Hugging Face. The only new word is ``bottleneck_size``, the narrow width ``R`` of a factor pair.
 """
 
+import logging
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 IGNORED_LABEL = -100
 """Label of a position that no loss is taken at, as in torch and Hugging Face."""
 
-LowRankKind = Literal["svd", "cola"]
+LowRankKind = Literal["full_rank", "svd", "cola"]
+KINDS = ("full_rank", "svd", "cola")
+
+DENSE: Literal["dense"] = "dense"
+"""In the place of a bottleneck size: the projection is one matrix."""
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+_log = logging.getLogger(__name__)
+_PLACE = re.compile(rf"(layers\.\d+)|((layers\.\d+\.)?({'|'.join(PROJECTIONS)}))")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,23 +32,43 @@ class LowRankConfig:
     """
 
     kind: LowRankKind = "cola"
-    """``svd``: nothing between the factors; ``cola``: SiLU on the latent."""
+    """``full_rank``: dense matrices; ``svd``: nothing between the factors; ``cola``: SiLU on the latent."""
 
     bottleneck_size: int | None = None
     """Width ``R`` of every pair; ``None`` takes a quarter of ``hidden_size``, CoLA's usual choice."""
 
+    attention_bottleneck_size: int | None = None
+    """``R`` of q, k, v and o where it differs."""
+
+    mlp_bottleneck_size: int | None = None
+    """``R`` of gate, up and down where it differs."""
+
+    other_bottleneck_sizes: dict[str, int | Literal["dense"]] = field(default_factory=dict)
+    """``R``, or ``dense``, of single places: ``q_proj`` in all layers, ``layers.3``, or ``layers.3.up_proj``. The most
+    precise name wins."""
+
     keep_outer_activation: bool | None = None
-    """Whether the MLP keeps LLaMA's ``SiLU(gate) * up``. ``None``: kept by ``svd``, dropped by ``cola``. Of CoLA's
-    published models those of 60M and 130M keep it, larger ones do not."""
+    """Whether the MLP keeps LLaMA's ``SiLU(gate) * up``. ``None``: kept, but dropped by ``cola``. Of CoLA's published
+    models those of 60M and 130M keep it, larger ones do not."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("svd", "cola"):
-            raise ValueError(f"low_rank.kind ({self.kind!r}) must be one of 'svd', 'cola'.")
-        if self.bottleneck_size is not None and self.bottleneck_size < 1:
-            raise ValueError(
-                f"low_rank.bottleneck_size ({self.bottleneck_size}) must be at least 1;"
-                " leave it out to take a quarter of hidden_size."
-            )
+        if self.kind not in KINDS:
+            raise ValueError(f"low_rank.kind ({self.kind!r}) must be one of {', '.join(map(repr, KINDS))}.")
+        named = {name: getattr(self, f"{name}bottleneck_size") for name in ("", "attention_", "mlp_")}
+        sizes = {f"{name}bottleneck_size": size for name, size in named.items() if size is not None}
+        for place, size in self.other_bottleneck_sizes.items():
+            if not _PLACE.fullmatch(place):
+                raise ValueError(
+                    f"low_rank.other_bottleneck_sizes names {place!r}; a place is a projection"
+                    f" ({', '.join(PROJECTIONS)}), a layer (layers.3) or a projection of a layer (layers.3.up_proj)."
+                )
+            if size != DENSE:
+                sizes[f"other_bottleneck_sizes[{place!r}]"] = size
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(
+                    f"low_rank.{name} ({size}) must be at least 1; leave it out to take a quarter of hidden_size."
+                )
 
     @property
     def latent_activation(self) -> str | None:
@@ -47,7 +78,55 @@ class LowRankConfig:
     @property
     def has_outer_activation(self) -> bool:
         """Whether the MLP applies SiLU to the gate projection's output."""
-        return self.kind == "svd" if self.keep_outer_activation is None else self.keep_outer_activation
+        return self.kind != "cola" if self.keep_outer_activation is None else self.keep_outer_activation
+
+    def given_size(self, layer: int, projection: str) -> int | Literal["dense"] | None:
+        """Return what is said of a projection, the most precise word of all; ``None`` if nothing is."""
+        attention = projection in PROJECTIONS[:4]
+        words = (
+            self.other_bottleneck_sizes.get(f"layers.{layer}.{projection}"),
+            self.other_bottleneck_sizes.get(f"layers.{layer}"),
+            self.other_bottleneck_sizes.get(projection),
+            self.attention_bottleneck_size if attention else self.mlp_bottleneck_size,
+            self.bottleneck_size,
+        )
+        return next((word for word in words if word is not None), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are changed for contexts longer than the model was trained on, as Hugging Face does.
+
+    Raises:
+        ValueError: If a value is outside its range.
+    """
+
+    rope_type: Literal["linear", "dynamic", "llama3"]
+    """``linear``: all frequencies divided by ``factor``; ``dynamic``: the base grows once a sequence is longer than
+    ``original_max_position_embeddings``; ``llama3``: low frequencies divided, high ones kept, those between blended."""
+
+    factor: float
+    """At least 1."""
+
+    original_max_position_embeddings: int = 8192
+    """Context of the training; unused by ``linear``."""
+
+    low_freq_factor: float = 1.0
+    """``llama3``: wavelengths above the context divided by this are divided by ``factor``."""
+
+    high_freq_factor: float = 4.0
+    """``llama3``: wavelengths below the context divided by this are kept."""
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ("linear", "dynamic", "llama3"):
+            raise ValueError(f"rope_scaling.rope_type ({self.rope_type!r}) must be 'linear', 'dynamic' or 'llama3'.")
+        if self.factor < 1.0:
+            raise ValueError(f"rope_scaling.factor ({self.factor}) must be at least 1.")
+        if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"rope_scaling.low_freq_factor ({self.low_freq_factor}) must be below"
+                f" high_freq_factor ({self.high_freq_factor})."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +150,13 @@ class LlamaConfig:
     """``L``."""
 
     num_attention_heads: int = 8
-    """``H``; must divide ``hidden_size``."""
+    """``H``."""
 
     num_key_value_heads: int | None = None
     """``K``; ``None``: as many as attention heads."""
+
+    head_dim: int | None = None
+    """``E``, features of one head; ``None``: ``hidden_size / num_attention_heads``."""
 
     rms_norm_eps: float = 1e-6
     """Added to the mean square inside every RMSNorm."""
@@ -82,14 +164,23 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
 
+    rope_scaling: RopeScaling | None = None
+    """How they are changed for long contexts."""
+
     initializer_range: float = 0.02
-    """Standard deviation of the embedding and the head."""
+    """Standard deviation of the embedding, the head and dense projections."""
 
     attention_bias: bool = False
     """Whether q, k, v and o add a bias, after ``factor_b``."""
 
     mlp_bias: bool = False
     """Whether gate, up and down add a bias, after ``factor_b``."""
+
+    tie_word_embeddings: bool = False
+    """Whether the head's weight is the embedding's."""
+
+    label_smoothing: float = 0.0
+    """Share of each target's probability that is spread over the whole vocabulary."""
 
     low_rank: LowRankConfig = field(default_factory=LowRankConfig)
     """How the linears are factorised."""
@@ -98,36 +189,76 @@ class LlamaConfig:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1.")
-        if self.hidden_size % self.num_attention_heads:
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must divide hidden_size ({self.hidden_size});"
                 f" nearby sizes that do: {_nearby_divisors(self.hidden_size, self.num_attention_heads)}."
+                " Or give head_dim."
             )
-        if self.head_size % 2:
-            raise ValueError(
-                f"hidden_size / num_attention_heads ({self.head_size}) must be even: rotary embedding turns pairs."
-            )
+        if self.head_size < 2 or self.head_size % 2:
+            raise ValueError(f"head size ({self.head_size}) must be even: rotary embedding turns pairs.")
         if self.key_value_heads < 1 or self.num_attention_heads % self.key_value_heads:
             raise ValueError(
                 f"num_key_value_heads ({self.num_key_value_heads}) must divide"
                 f" num_attention_heads ({self.num_attention_heads})."
             )
-        self._check_bottleneck_size()
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing ({self.label_smoothing}) must be at least 0 and below 1.")
+        self._check_bottleneck_sizes()
 
-    def _check_bottleneck_size(self) -> None:
-        narrowest = min(self.hidden_size, self.intermediate_size, self.key_value_heads * self.head_size)
-        if self.bottleneck_size > narrowest:
-            raise ValueError(
-                f"low_rank.bottleneck_size ({self.bottleneck_size}) must not be above the narrowest projection's width"
-                f" ({narrowest} of hidden_size {self.hidden_size}, intermediate_size {self.intermediate_size},"
-                f" num_key_value_heads * head size {self.key_value_heads * self.head_size}):"
-                " a wider pair has more parameters than the dense matrix."
+    def _check_bottleneck_sizes(self) -> None:
+        cut = {}
+        for layer in range(self.num_hidden_layers):
+            for projection, shape in self.projection_shapes().items():
+                given, widest = self.low_rank.given_size(layer, projection), min(shape)
+                if self.low_rank.kind == "full_rank":
+                    continue
+                if isinstance(given, int) and given > widest:
+                    raise ValueError(
+                        f"low_rank.bottleneck_size ({given}) of layers.{layer}.{projection} must not be above the"
+                        f" narrower of its widths ({shape[0]} in, {shape[1]} out)."
+                        " Give the projection a size of its own in low_rank.other_bottleneck_sizes."
+                    )
+                if given is None and self._default_size > widest:
+                    cut[projection] = widest
+        if cut:
+            _log.warning(
+                "The default bottleneck size, a quarter of hidden_size (%d), is cut to narrower projections' width: %s",
+                self._default_size,
+                ", ".join(f"{name} {size}" for name, size in cut.items()),
             )
+        for place in self.low_rank.other_bottleneck_sizes:
+            layer_of = re.match(r"layers\.(\d+)", place)
+            if layer_of and int(layer_of[1]) >= self.num_hidden_layers:
+                raise ValueError(
+                    f"low_rank.other_bottleneck_sizes names {place!r}, and the last layer is"
+                    f" layers.{self.num_hidden_layers - 1}."
+                )
+
+    def projection_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return the input and output features of each projection of a layer."""
+        hidden, features = self.hidden_size, self.intermediate_size
+        heads, key_value = self.num_attention_heads * self.head_size, self.key_value_heads * self.head_size
+        return {
+            "q_proj": (hidden, heads),
+            "k_proj": (hidden, key_value),
+            "v_proj": (hidden, key_value),
+            "o_proj": (heads, hidden),
+            "gate_proj": (hidden, features),
+            "up_proj": (hidden, features),
+            "down_proj": (features, hidden),
+        }
+
+    def bottleneck_size_of(self, layer: int, projection: str) -> int | None:
+        """Return ``R`` of a projection, or ``None`` where it is dense."""
+        given = self.low_rank.given_size(layer, projection)
+        if self.low_rank.kind == "full_rank" or given == DENSE:
+            return None
+        return given if isinstance(given, int) else min(self._default_size, *self.projection_shapes()[projection])
 
     @property
-    def bottleneck_size(self) -> int:
-        """``R`` of every factor pair."""
-        return self.low_rank.bottleneck_size or max(1, self.hidden_size // 4)
+    def _default_size(self) -> int:
+        return max(1, self.hidden_size // 4)
 
     @property
     def key_value_heads(self) -> int:
@@ -137,7 +268,7 @@ class LlamaConfig:
     @property
     def head_size(self) -> int:
         """``E``, features of one head."""
-        return self.hidden_size // self.num_attention_heads
+        return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
 
 def _nearby_divisors(number: int, near: int) -> list[int]:

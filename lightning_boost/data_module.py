@@ -1,7 +1,6 @@
 """Text as a LightningDataModule."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
@@ -9,10 +8,10 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_boost.data.packing import PackedDataset
-from lightning_boost.data.sources import builtin_documents, hold_out, read_documents
+from lightning_boost.data.sources import builtin_documents, check_files, hold_out, read_documents
 from lightning_boost.data.tokenizers import ByteTokenizer
 
-_HOLD_OUT_EVERY = 10
+_HELD_OUT_SHARE = 0.1
 
 Loader = DataLoader[dict[str, Tensor]]
 
@@ -25,20 +24,21 @@ class TextDataModule(LightningDataModule):
 
     Args:
         train_files: Text files to train on, one document each; none: the built-in text.
-        validation_files: Text files to validate on; none: every tenth document is held out.
+        validation_files: Text files to validate on; none: documents with a tenth of the text are held out.
         sequence_length: ``T``, tokens of a sequence.
         batch_size: ``B``, sequences of a batch on each data-parallel position.
         num_workers: Processes that prepare batches; the data is in memory, so none are needed.
 
     Raises:
         ValueError: If ``batch_size`` is below 1.
+        FileNotFoundError: If a file does not exist.
     """
 
     def __init__(
         self,
         *,
-        train_files: Sequence[str | Path] = (),
-        validation_files: Sequence[str | Path] = (),
+        train_files: str | Sequence[str] = (),
+        validation_files: str | Sequence[str] = (),
         sequence_length: int = 256,
         batch_size: int = 8,
         num_workers: int = 0,
@@ -46,8 +46,9 @@ class TextDataModule(LightningDataModule):
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"batch_size ({batch_size}) must be at least 1.")
-        self.train_files = train_files
-        self.validation_files = validation_files
+        self.train_files = [train_files] if isinstance(train_files, str) else list(train_files)
+        self.validation_files = [validation_files] if isinstance(validation_files, str) else list(validation_files)
+        check_files([*self.train_files, *self.validation_files])
         self.sequence_length = sequence_length
         self.batch_size = batch_size
         self.num_workers = num_workers
@@ -69,7 +70,7 @@ class TextDataModule(LightningDataModule):
         if self.validation_files:
             held_out = read_documents(self.validation_files)
         else:
-            documents, held_out = hold_out(documents, _HOLD_OUT_EVERY)
+            documents, held_out = hold_out(documents, _HELD_OUT_SHARE)
         self.train_set = PackedDataset(documents, self.tokenizer, self.sequence_length)
         self.validation_set = PackedDataset(held_out, self.tokenizer, self.sequence_length)
 

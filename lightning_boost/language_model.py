@@ -1,6 +1,8 @@
 """A low-rank language model as a LightningModule."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -67,7 +69,7 @@ class LowRankLanguageModel(LightningModule):
     Args:
         config: Sizes and kind of the model.
         learning_rate: Peak of the schedule.
-        warmup_steps: Steps over which the rate rises from zero.
+        warmup_steps: Steps over which the rate rises to its peak.
         max_steps: Step at which the cosine ends; ``None``: where the Trainer stops.
         betas: AdamW's.
         weight_decay: AdamW's, on matrices.
@@ -114,9 +116,24 @@ class LowRankLanguageModel(LightningModule):
         initialize(self.model, std=self.config.initializer_range)
 
     @override
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights; parameters that have no values yet get some first, since nothing can be copied into them."""
+        if self.model.lm_head.weight.is_meta:
+            initialize(self.model, std=self.config.initializer_range)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    @override
     def setup(self, stage: str) -> None:
         """Check that the data fits the vocabulary."""
-        data_vocab_size = getattr(getattr(self.trainer, "datamodule", None), "vocab_size", None)
+        self.check_vocabulary(getattr(self.trainer, "datamodule", None))
+
+    def check_vocabulary(self, datamodule: object) -> None:
+        """Check that the model has a token for every id of the data.
+
+        Raises:
+            ValueError: If the data module's tokenizer has more.
+        """
+        data_vocab_size = getattr(datamodule, "vocab_size", None)
         if data_vocab_size is not None and data_vocab_size > self.config.vocab_size:
             raise ValueError(
                 f"model.config.vocab_size ({self.config.vocab_size}) must be at least the tokenizer's"

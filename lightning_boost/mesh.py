@@ -12,6 +12,12 @@ PIPELINE_AXIS = "pipeline_parallel"
 DATA_AXIS = "data_parallel"
 TENSOR_AXIS = "tensor_parallel"
 
+REPLICATE_AXIS = "data_replicate"
+"""The outer part of a hybrid data axis, across nodes."""
+
+SHARD_AXIS = "data_shard"
+"""The inner part of a hybrid data axis, inside a node."""
+
 AutoSize = int | Literal["auto"]
 """A number of processes, or ``"auto"`` for one that the strategy finds."""
 
@@ -27,11 +33,19 @@ class ParallelSizes:
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     tensor_parallel_size: int = 1
+    data_replicate_size: int = 1
+    """Of a hybrid data axis: how many groups of the data-parallel processes replicate one another; a part of
+    ``data_parallel_size``, not a factor beside it."""
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} ({size!r}) must be a whole number of at least 1.")
+        if self.data_parallel_size % self.data_replicate_size:
+            raise ValueError(
+                f"data_parallel_size ({self.data_parallel_size}) must be a multiple of the number of nodes"
+                f" ({self.data_replicate_size}) that a hybrid data axis replicates over."
+            )
 
     @property
     def world_size(self) -> int:
@@ -45,7 +59,8 @@ class ParallelSizes:
             ValueError: If the sizes do not multiply to ``world_size``.
         """
         if self.world_size != world_size:
-            given = {name: size for name, size in vars(self).items() if size > 1} or {"tensor_parallel_size": 1}
+            factors = {name: size for name, size in vars(self).items() if name != "data_replicate_size"}
+            given = {name: size for name, size in factors.items() if size > 1} or {"tensor_parallel_size": 1}
             product = " × ".join(f"{name} ({size})" for name, size in given.items())
             raise ValueError(
                 f"{product} = {self.world_size} must equal the number of processes ({world_size}, devices × num_nodes);"
@@ -65,12 +80,20 @@ class ParallelSizes:
 def build_mesh(sizes: ParallelSizes, device_type: str) -> DeviceMesh:
     """Build the mesh of all processes; the process group must exist.
 
+    With a hybrid data axis there are two axes in its place, and ``mesh[DATA_AXIS]`` is both.
+
     Args:
         sizes: Processes along each axis.
         device_type: ``"cpu"`` or ``"cuda"``.
     """
-    shape = (sizes.pipeline_parallel_size, sizes.data_parallel_size, sizes.tensor_parallel_size)
-    return init_device_mesh(device_type, shape, mesh_dim_names=(PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS))
+    pipeline, data, tensor = sizes.pipeline_parallel_size, sizes.data_parallel_size, sizes.tensor_parallel_size
+    if sizes.data_replicate_size == 1:
+        names = (PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS)
+        return init_device_mesh(device_type, (pipeline, data, tensor), mesh_dim_names=names)
+    shape = (pipeline, sizes.data_replicate_size, data // sizes.data_replicate_size, tensor)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=(PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS))
+    mesh[REPLICATE_AXIS, SHARD_AXIS]._flatten(DATA_AXIS)
+    return mesh
 
 
 def legal_tensor_sizes(*must_divide: int) -> list[int]:

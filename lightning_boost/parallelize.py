@@ -9,13 +9,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_boost.collectives import register_group
-from lightning_boost.mesh import TENSOR_AXIS, shard_bounds
-from lightning_boost.model.initialization import MakeValue, initial_values, set_parameter
+from lightning_boost.data_parallel import DataAxis, TokenWeightedLoss, apply_data_axis
+from lightning_boost.mesh import DATA_AXIS, TENSOR_AXIS, shard_bounds
+from lightning_boost.model.initialization import MakeValue, initial_values, replace_parameters, set_module
 from lightning_boost.tensor_parallel.layout import Decoder
-from lightning_boost.tensor_parallel.scheme import SCHEMES
+from lightning_boost.tensor_parallel.scheme import scheme_for
 
 
-def parallelize(decoder: Decoder, mesh: DeviceMesh, *, device: torch.device, seed: int) -> None:
+def parallelize(
+    decoder: Decoder, mesh: DeviceMesh, *, device: torch.device, seed: int, data_axis: DataAxis = "replicate"
+) -> None:
     """Spread a one-process decoder over the mesh, in place; names and global shapes of its parameters stay.
 
     Parameters on the meta device are filled from ``seed`` and their names; others take process 0's values.
@@ -25,14 +28,21 @@ def parallelize(decoder: Decoder, mesh: DeviceMesh, *, device: torch.device, see
         mesh: All processes.
         device: Where this process computes.
         seed: The same on every process.
+        data_axis: How the replicas of the data axis keep parameters.
     """
-    scheme = SCHEMES["bottleneck"]
+    scheme = scheme_for(decoder)
     tensor_mesh = mesh[TENSOR_AXIS]
     is_split = tensor_mesh.size() > 1
-    placements = scheme.placements(decoder) if is_split else None
+    placements = scheme.placements(decoder, tensor_mesh.size()) if is_split else None
     materialize(decoder.root, tensor_mesh, placements, device=device, seed=seed)
+    has_own_loss = decoder.own_loss is not None
     if is_split:
         scheme.swap(decoder, register_group(tensor_mesh.get_group()))
+    if mesh[DATA_AXIS].size() > 1:
+        if decoder.layout.loss is not None and has_own_loss:
+            loss = decoder.part(decoder.layout.loss)
+            set_module(decoder.root, decoder.layout.loss, TokenWeightedLoss(loss, mesh[DATA_AXIS]))
+        apply_data_axis(decoder.root, list(decoder.layers.values()), mesh, data_axis)
 
 
 @torch.no_grad()
@@ -62,15 +72,27 @@ def materialize(
                 f"buffer {name} is on the meta device, where it has no values to start from."
                 " Build buffers on the CPU, or compute what they hold in forward."
             )
+        buffer.copy_(_process_0s(buffer, device))
     values = _initial_values(model, seed)
-    replaced: dict[int, nn.Parameter] = {}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if id(parameter) not in replaced:
-            value = values[name]() if parameter.is_meta else _process_0s(parameter)
-            placement = None if placements is None else placements.get(name, Replicate())
-            share = value.to(device) if placement is None else shard(value, mesh, placement, device)
-            replaced[id(parameter)] = nn.Parameter(share, requires_grad=parameter.requires_grad)
-        set_parameter(model, name, replaced[id(parameter)])
+
+    def share_of(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if placements is None and not parameter.is_meta:
+            # kept as it is, with its hooks and attributes; it only moves
+            parameter.data = _process_0s(parameter, device)
+            return parameter
+        if parameter._backward_hooks:
+            raise ValueError(
+                f"parameter {name} has hooks on its gradient, which would see a share of it. Register them after the"
+                " Trainer has set up (on_fit_start), or set tensor_parallel_size to 1."
+            )
+        value = values[name]() if parameter.is_meta else _process_0s(parameter, device)
+        placement = None if placements is None else placements.get(name, Replicate())
+        share = value.to(device) if placement is None else shard(value, mesh, placement, device)
+        replacement = nn.Parameter(share, requires_grad=parameter.requires_grad)
+        replacement.__dict__.update(parameter.__dict__)
+        return replacement
+
+    replace_parameters(model, share_of)
 
 
 def shard(value: Tensor, mesh: DeviceMesh, placement: Placement, device: torch.device) -> DTensor:
@@ -91,8 +113,10 @@ def _initial_values(model: nn.Module, seed: int) -> dict[str, MakeValue]:
     return initial_values(model, std=std, seed=seed)
 
 
-def _process_0s(parameter: Tensor) -> Tensor:
-    value = parameter.detach()
+def _process_0s(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return process 0's values of a tensor, on the device on which the process group communicates."""
+    # a copy without gaps: gloo would overwrite what lies between the elements of a view
+    value = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(value, src=0)
     return value

@@ -14,10 +14,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 from typing_extensions import override
 
 from lightning_boost.config import IGNORED_LABEL, LlamaConfig
+from lightning_boost.data_parallel import DataAxis
 from lightning_boost.gradients import clip_gradients_by_norm
 from lightning_boost.mesh import AutoSize
 from lightning_boost.model.initialization import initialize
@@ -112,6 +113,8 @@ def check_parity(
     config: LlamaConfig,
     *,
     tensor_parallel_size: AutoSize = "auto",
+    data_parallel_size: AutoSize = "auto",
+    data_axis: DataAxis = "replicate",
     num_processes: int = 1,
     precision: Precision = "32-true",
     steps: int = 3,
@@ -123,6 +126,8 @@ def check_parity(
     Args:
         config: The model.
         tensor_parallel_size: As the strategy takes it.
+        data_parallel_size: As the strategy takes it; must divide the batch of four rows.
+        data_axis: As the strategy takes it.
         num_processes: Of this node.
         precision: Lightning's name. In fp32 errors must stay below 1e-5. In bf16 the measure is how far one process in
             bf16 is from one in fp32: the layout may be twice as far.
@@ -133,19 +138,23 @@ def check_parity(
     """
     if steps < 1:
         raise ValueError(f"steps ({steps}) must be at least 1: without a step nothing is compared.")
-    runs = [_compare_runs(config, tensor_parallel_size, num_processes, precision, steps, name) for name in OPTIMIZERS]
+    runs = []
+    for name in OPTIMIZERS:
+        strategy = BoostParallelStrategy(
+            tensor_parallel_size, data_parallel_size=data_parallel_size, data_axis=data_axis
+        )
+        runs.append(_compare_runs(config, strategy, num_processes, precision, steps, name))
     return max(runs, key=lambda report: report.worst_of_tolerance)
 
 
 def _compare_runs(
     config: LlamaConfig,
-    tensor_parallel_size: AutoSize,
+    strategy: BoostParallelStrategy,
     num_processes: int,
     precision: Precision,
     steps: int,
     optimizer_name: str,
 ) -> ParityReport:
-    strategy = BoostParallelStrategy(tensor_parallel_size)
     parallel = _train_on_layout(config, strategy, optimizer_name, num_processes, precision, steps)
     oracle = _train_on_one_process(config, optimizer_name, precision, steps, dtype=torch.float32)
     errors = compare(parallel, oracle)
@@ -227,6 +236,9 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
 OPTIMIZERS = {"SGD": _sgd, "AdamW": _adamw}
 
 
+Loader = DataLoader[dict[str, Tensor]]
+
+
 class _Batches(Dataset[dict[str, Tensor]]):
     """Random tokens; from row to row more labels are ignored, from none to most."""
 
@@ -246,19 +258,28 @@ class _Batches(Dataset[dict[str, Tensor]]):
         return {"input_ids": self.input_ids[index], "labels": self.labels[index]}
 
 
-def _loader(config: LlamaConfig, steps: int) -> DataLoader[dict[str, Tensor]]:
-    return DataLoader(_Batches(config.vocab_size, steps), batch_size=BATCH_SIZE)
+def _loader(config: LlamaConfig, steps: int, *, num_replicas: int = 1, replica: int = 0) -> Loader:
+    """Return the batches, or of each the rows that one of several replicas sees."""
+    batches = _Batches(config.vocab_size, steps)
+    rows = [index for index in range(len(batches)) if index % num_replicas == replica]
+    return DataLoader(Subset(batches, rows), batch_size=BATCH_SIZE // num_replicas)
 
 
 class _RecordingModule(LightningModule):
     """Trains a model and notes what parity compares."""
 
-    def __init__(self, model: LlamaForCausalLM, optimizer_name: str) -> None:
+    def __init__(self, model: LlamaForCausalLM, optimizer_name: str, steps: int) -> None:
         super().__init__()
         self.model = model
+        self.steps = steps
         self.optimizer_name = optimizer_name
         self.trajectory = Trajectory()
         self.start: dict[str, Tensor] = {}
+
+    @override
+    def train_dataloader(self) -> Loader:
+        position = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        return _loader(self.model.config, self.steps, num_replicas=position["num_replicas"], replica=position["rank"])
 
     @override
     def on_train_start(self) -> None:
@@ -268,7 +289,7 @@ class _RecordingModule(LightningModule):
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.model(**batch)
-        self.trajectory.losses.append(loss.item())
+        self.trajectory.losses.append(self.trainer.strategy.reduce(loss.detach().clone()).item())
         return loss
 
     @override
@@ -308,7 +329,7 @@ def _train_on_layout(
 ) -> Trajectory:
     torch.manual_seed(SEED)
     with torch.device("meta"):
-        module = _RecordingModule(LlamaForCausalLM(config), optimizer_name)
+        module = _RecordingModule(LlamaForCausalLM(config), optimizer_name, steps)
     trainer = Trainer(
         strategy=strategy,
         devices=num_processes,
@@ -321,7 +342,7 @@ def _train_on_layout(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, _loader(config, steps))
+    trainer.fit(module)
     return module.trajectory
 
 

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "lightning_boost"
 FLOORS = (
     {"config", "mesh", "kernels"},
     {"collectives", "cost", "model", "data", "interchange"},
-    {"tensor_parallel", "pipeline_parallel", "data_parallel", "recompute", "gradients"},
+    {"tensor_parallel", "pipeline_parallel", "data_parallel", "recompute", "gradients", "checkpoint_reader"},
     {"parallelize", "checkpoint", "planning"},
     {"strategy", "callbacks", "language_model", "data_module"},
     {"parity", "benchmark"},
@@ -57,7 +57,8 @@ MAY_ISSUE = {
     "collectives": EVERY_COLLECTIVE,
     "checkpoint": EVERY_COLLECTIVE,  # of state that is saved or loaded, not of activations
     "parallelize": re.compile("broadcast"),  # process 0's weights, once
-    "strategy": re.compile("all_reduce"),  # votes of all processes, on whatever axis
+    "strategy": re.compile("all_reduce|broadcast_object_list"),  # votes and random state, not activations
+    "data_parallel": re.compile("all_reduce"),  # token counts, on the data axis
 }
 
 

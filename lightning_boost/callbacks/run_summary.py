@@ -1,5 +1,6 @@
 """What a run was and what came of it, on one screen at its end."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing_extensions import override
 
 from lightning_boost.collectives import CollectiveLog, Traffic, count_collectives
 from lightning_boost.config import LlamaConfig
-from lightning_boost.cost import block_traffic, count_parameters
+from lightning_boost.cost import CHUNKS, count_parameters, layer_traffic
 from lightning_boost.mesh import TENSOR_AXIS
 from lightning_boost.model.generation import generate_greedily
 from lightning_boost.tensor_parallel.statistic import statistic_columns
@@ -33,7 +34,8 @@ class RunSummary(Callback):
     Args:
         prompt: Text that the sample follows.
         sample_tokens: Length of the sample; 0 for none.
-        next_command: The command to try next; ``{checkpoint}`` in it becomes the path of the last checkpoint.
+        next_command: The command to try next; ``{checkpoint}`` in it becomes the path of the last checkpoint and
+            ``{python}`` that of the interpreter. Left out if no checkpoint was saved.
     """
 
     def __init__(self, *, prompt: str = "The ", sample_tokens: int = 200, next_command: str | None = None) -> None:
@@ -42,7 +44,8 @@ class RunSummary(Callback):
         self.sample_tokens = sample_tokens
         self.next_command = next_command
         self._watch = ExitStack()
-        self._losses: list[float] = []
+        self._losses: dict[str, float] = {}
+        self._validated_at = 0
         self._log: CollectiveLog | None = None
         self._tokens_of_step = 0
         self._norms: list[NormDifference] = []
@@ -95,8 +98,10 @@ class RunSummary(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the loss."""
-        if "val_loss" in trainer.callback_metrics:
-            self._losses.append(trainer.callback_metrics["val_loss"].item())
+        loss = trainer.callback_metrics.get("val_loss")
+        if loss is not None:
+            self._losses["before" if trainer.sanity_checking else "after"] = loss.item()
+            self._validated_at = trainer.global_step
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -116,9 +121,14 @@ class RunSummary(Callback):
             table.add_row(name, text)
         if sample is not None:
             table.add_row(f"after {self.prompt!r}", sample, end_section=True)
-        for name, text in self._where_next(trainer):
-            table.add_row(name, text)
-        Console().print(table)
+        path = _last_checkpoint(trainer)
+        table.add_row("checkpoint", path or "none was saved")
+        console = Console()
+        console.print(table)
+        if self.next_command and path:
+            command = self.next_command.format(python=_short(sys.executable), checkpoint=path)
+            # not in the table, which would break the line
+            console.print(f"To try next:\n{command}", soft_wrap=True, highlight=False)
 
     def _sample(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
         datamodule: Any = getattr(trainer, "datamodule", None)
@@ -134,15 +144,13 @@ class RunSummary(Callback):
         config = _config(pl_module)
         size = pl_module.device_mesh[TENSOR_AXIS].size() if pl_module.device_mesh is not None else 1
         yield "layout", f"{size} processes share each layer" if size > 1 else "one process"
-        yield (
-            "model",
-            f"{config.low_rank.kind}, bottleneck size {config.bottleneck_size} of hidden size {config.hidden_size}",
-        )
+        yield "model", _describe(config)
         low, full = count_parameters(config), count_parameters(config, full_rank=True)
         yield "parameters", f"{low:,}; with full-rank matrices {full:,} ({full / low:.2f} times as many)"
         if size > 1 and self._log is not None:
-            columns = statistic_columns(next(pl_module.parameters()).dtype, size)
-            yield from _communication(self._log, config, self._tokens_of_step, columns)
+            dtype = torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32
+            columns = statistic_columns(dtype, size)
+            yield from _communication(self._log, config, self._tokens_of_step, size, columns)
         if self._norms:
             worst = max(self._norms, key=lambda norm: norm.max_absolute)
             yield (
@@ -150,16 +158,17 @@ class RunSummary(Callback):
                 f"at most {worst.max_absolute:.1e} from the exact norm, on latents of up to {worst.max_exact:.1f}"
                 f" ({len(self._norms)} norms, last validation batch)",
             )
-        if self._losses:
-            before = f"{self._losses[0]:.3f} before training, " if len(self._losses) > 1 else ""
-            yield "validation loss", f"{before}{self._losses[-1]:.3f} nats per token after {trainer.global_step} steps"
+        before, after = self._losses.get("before"), self._losses.get("after")
+        at_start = "" if before is None else f"{before:.3f} before training, "
+        at_end = "none during it" if after is None else f"{after:.3f} after {self._validated_at} steps"
+        yield "validation loss", f"{at_start}{at_end} (nats per token; the run took {trainer.global_step} steps)"
 
-    def _where_next(self, trainer: Trainer) -> Iterator[Row]:
-        path = _last_checkpoint(trainer)
-        if path:
-            yield "checkpoint", path
-        if self.next_command:
-            yield "to try next", self.next_command.format(checkpoint=path)
+
+def _describe(config: LlamaConfig) -> str:
+    places = [(layer, name) for layer in range(config.num_hidden_layers) for name in config.projection_shapes()]
+    sizes = {config.bottleneck_size_of(*place) for place in places}
+    written = ", ".join("dense" if size is None else str(size) for size in sorted(sizes, key=lambda size: size or 0))
+    return f"{config.low_rank.kind}, bottleneck size {written} of hidden size {config.hidden_size}"
 
 
 def _config(pl_module: LightningModule) -> LlamaConfig:
@@ -175,21 +184,26 @@ def _last_checkpoint(trainer: Trainer) -> str:
     callback = trainer.checkpoint_callback
     if not isinstance(callback, ModelCheckpoint):
         return ""
-    path = callback.last_model_path or callback.best_model_path
+    return _short(callback.last_model_path or callback.best_model_path)
+
+
+def _short(path: str) -> str:
+    """Write a path relative to the working directory where it lies below it."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if path and Path(path).is_relative_to(here) else path
 
 
-def _communication(log: CollectiveLog, config: LlamaConfig, tokens: int, columns: int) -> Iterator[Row]:
+def _communication(log: CollectiveLog, config: LlamaConfig, tokens: int, size: int, columns: int) -> Iterator[Row]:
     """Yield what a block's collectives were counted to move, beside the formula."""
-    formula = block_traffic(config.bottleneck_size, columns)
-    chunks = {chunk for chunk, _ in formula}
+    layers = config.num_hidden_layers
+    formulas = [
+        layer_traffic(config, layer, tensor_parallel_size=size, statistic_columns=columns) for layer in range(layers)
+    ]
     for pass_ in ("forward", "backward"):
-        counted = sum((log.total(chunk=chunk, pass_=pass_) for chunk in chunks), Traffic())
-        launches = counted.launches / config.num_hidden_layers
-        values = counted.values / config.num_hidden_layers / tokens
-        expected = sum(formula[chunk, pass_] for chunk in chunks)
+        counted = sum((log.total(chunk=chunk, pass_=pass_) for chunk in CHUNKS), Traffic())
+        expected = [values for formula in formulas for key, values in formula.items() if key[2] == pass_]
         yield (
             f"{pass_}, a block",
-            f"{launches:g} all-reduces, {values:g} values per token counted; formula {len(chunks)} and {expected}",
+            f"{counted.launches / layers:g} collectives, {counted.values / layers / tokens:g} values per token counted;"
+            f" formula {len(expected) / layers:g} and {sum(expected) / layers:g}",
         )

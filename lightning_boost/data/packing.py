@@ -15,7 +15,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     """Documents laid end to end, each closed by an end-of-document token, and cut every ``T`` tokens.
 
     Attention crosses from one document to the next. The last sequence is filled up with end-of-document tokens whose
-    labels are ignored, so every token of the text counts exactly once.
+    labels are ignored, so every token of the text is read exactly once; all but the first of a sequence are predicted.
 
     Args:
         documents: Texts, in order.

@@ -14,17 +14,25 @@ def builtin_documents() -> list[str]:
     return [topics[name] for name in sorted(topics)]
 
 
-def read_documents(paths: Iterable[str | Path]) -> list[str]:
+def check_files(paths: Iterable[str]) -> None:
+    """Check that text files are there, before anything else is done.
+
+    Raises:
+        FileNotFoundError: If one is not.
+    """
+    for path in paths:
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"text file {path} does not exist.")
+
+
+def read_documents(paths: Iterable[str]) -> list[str]:
     """Read text files, one document each, in the given order.
 
     Raises:
-        FileNotFoundError: If a path is no file.
         ValueError: If a file is not UTF-8.
     """
     documents = []
     for path in map(Path, paths):
-        if not path.is_file():
-            raise FileNotFoundError(f"text file {path} does not exist.")
         try:
             documents.append(path.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
@@ -32,17 +40,28 @@ def read_documents(paths: Iterable[str | Path]) -> list[str]:
     return documents
 
 
-def hold_out(documents: Sequence[str], every: int) -> tuple[list[str], list[str]]:
-    """Split documents into those to train on and, every ``every``-th one, those held out.
+def hold_out(documents: Sequence[str], share: float) -> tuple[list[str], list[str]]:
+    """Split documents into those to train on and those held out, about ``share`` of the text.
+
+    A document is held out when those held out so far, with it, are no more than ``share`` of what was seen so far: the
+    held-out text is spread over the whole, and the same every time.
 
     Raises:
         ValueError: If one of the parts would be empty.
     """
-    held_out = list(documents[every - 1 :: every])
-    rest = [document for index, document in enumerate(documents) if (index + 1) % every]
+    rest: list[str] = []
+    held_out: list[str] = []
+    num_seen = num_held = 0
+    for document in documents:
+        num_seen += len(document)
+        if num_held + len(document) <= share * num_seen:
+            num_held += len(document)
+            held_out.append(document)
+        else:
+            rest.append(document)
     if not held_out or not rest:
         raise ValueError(
-            f"holding out every {every}th of {len(documents)} documents leaves a part empty; give at least {every}"
+            f"{len(documents)} documents cannot be split so that about {share:.0%} of the text is held out; give more"
             " training files, or name validation_files."
         )
     return rest, held_out

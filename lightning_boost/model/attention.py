@@ -5,7 +5,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
 from lightning_boost.config import LlamaConfig
-from lightning_boost.model.low_rank import LowRankLinear
+from lightning_boost.model.low_rank import make_projection
 from lightning_boost.model.rotary import rotate
 
 
@@ -15,24 +15,13 @@ class Attention(nn.Module):
     The number of heads is read from the projections' width, so the module runs unchanged on a share of the heads.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
         self.head_size = config.head_size
-        kv_features = config.key_value_heads * config.head_size
-
-        def projection(in_features: int, out_features: int) -> LowRankLinear:
-            return LowRankLinear(
-                in_features,
-                out_features,
-                config.bottleneck_size,
-                activation=config.low_rank.latent_activation,
-                bias=config.attention_bias,
-            )
-
-        self.q_proj = projection(config.hidden_size, config.hidden_size)
-        self.k_proj = projection(config.hidden_size, kv_features)
-        self.v_proj = projection(config.hidden_size, kv_features)
-        self.o_proj = projection(config.hidden_size, config.hidden_size)
+        self.q_proj = make_projection(config, layer, "q_proj")
+        self.k_proj = make_projection(config, layer, "k_proj")
+        self.v_proj = make_projection(config, layer, "v_proj")
+        self.o_proj = make_projection(config, layer, "o_proj")
 
     @override
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

@@ -26,18 +26,25 @@ def initialize(model: nn.Module, *, std: float = 0.02, seed: int | None = None) 
         std: Standard deviation of embeddings and dense linears.
         seed: ``None`` takes torch's own (``seed_everything``).
     """
-    for name, make_value in initial_values(model, std=std, seed=seed).items():
-        parameter = model.get_parameter(name)
+    values = initial_values(model, std=std, seed=seed)
+
+    def filled(name: str, parameter: nn.Parameter) -> nn.Parameter:
         if parameter.is_meta:
-            set_parameter(model, name, nn.Parameter(make_value(), requires_grad=parameter.requires_grad))
-        else:
-            parameter.copy_(make_value())
+            return nn.Parameter(values[name](), requires_grad=parameter.requires_grad)
+        parameter.copy_(values[name]())
+        return parameter
+
+    replace_parameters(model, filled)
 
 
-def set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put ``parameter`` in the place that the dotted ``name`` tells."""
-    owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, parameter)
+def replace_parameters(model: nn.Module, replacement: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
+    """Put ``replacement(name, parameter)`` in each parameter's place; one that stands in several places stays one."""
+    replaced: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in replaced:
+            replaced[id(parameter)] = replacement(name, parameter)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, replaced[id(parameter)])
 
 
 def set_module(model: nn.Module, name: str, module: nn.Module) -> None:

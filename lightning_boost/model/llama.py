@@ -15,12 +15,12 @@ from lightning_boost.model.rotary import rotary_tables
 class DecoderLayer(nn.Module):
     """One pre-norm block: attention and MLP, each added to the residual stream."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, layer)
 
     @override
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -35,17 +35,16 @@ class LlamaModel(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.head_size = config.head_size
-        self.rope_theta = config.rope_theta
+        self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     @override
     def forward(self, input_ids: Tensor) -> Tensor:
         """Map token ids ``[B, T]`` to the last hidden state ``[B, T, D]``."""
         hidden = self.embed_tokens(input_ids)
-        rotary = rotary_tables(input_ids.shape[-1], self.head_size, self.rope_theta, like=hidden)
+        rotary = rotary_tables(input_ids.shape[-1], self.config, like=hidden)
         for layer in self.layers:
             hidden = layer(hidden, rotary)
         normalized: Tensor = self.norm(hidden)
@@ -66,7 +65,9 @@ class LlamaForCausalLM(nn.Module):
         self.config = config
         self.model = LlamaModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.loss = NextTokenLoss()
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.loss = NextTokenLoss(label_smoothing=config.label_smoothing)
         if not self.lm_head.weight.is_meta:
             initialize(self, std=config.initializer_range)
 

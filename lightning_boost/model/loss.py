@@ -13,7 +13,14 @@ class NextTokenLoss(nn.Module):
 
     It takes the hidden state instead of logits, so that a parallel form may go through the vocabulary in pieces. With
     no valid token at all the loss is zero, and so is its gradient.
+
+    Args:
+        label_smoothing: Share of each target's probability that is spread evenly over the whole vocabulary.
     """
+
+    def __init__(self, *, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.label_smoothing = label_smoothing
 
     @override
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
@@ -27,8 +34,14 @@ class NextTokenLoss(nn.Module):
         targets = next_tokens(labels)
         logits = linear(hidden, head_weight)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        total = cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-        return total / count_valid(targets)
+        total = cross_entropy(
+            wide.flatten(0, -2),
+            targets.flatten(),
+            ignore_index=IGNORED_LABEL,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+        return total / count_valid(targets).clamp(min=1)
 
 
 def next_tokens(labels: Tensor) -> Tensor:
@@ -37,5 +50,5 @@ def next_tokens(labels: Tensor) -> Tensor:
 
 
 def count_valid(targets: Tensor) -> Tensor:
-    """Count targets that are not ignored; at least 1, so that it can divide."""
-    return (targets != IGNORED_LABEL).sum().clamp(min=1)
+    """Count targets that are not ignored."""
+    return (targets != IGNORED_LABEL).sum()

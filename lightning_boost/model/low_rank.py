@@ -3,6 +3,8 @@
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_boost.config import LlamaConfig
+
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "silu": nn.SiLU,
     "gelu": nn.GELU,
@@ -59,3 +61,19 @@ class LowRankLinear(nn.Module):
         """Map ``[…, in]`` to ``[…, out]``."""
         output: Tensor = self.factor_b(self.activation(self.factor_a(x)))
         return output
+
+
+def make_projection(config: LlamaConfig, layer: int, name: str) -> LowRankLinear | nn.Linear:
+    """Return a layer's projection as the configuration has it: a factor pair or a dense linear.
+
+    Args:
+        config: The model's.
+        layer: Index of the decoder layer.
+        name: ``q_proj``, …, ``down_proj``.
+    """
+    in_features, out_features = config.projection_shapes()[name]
+    bias = config.mlp_bias if name in ("gate_proj", "up_proj", "down_proj") else config.attention_bias
+    size = config.bottleneck_size_of(layer, name)
+    if size is None:
+        return nn.Linear(in_features, out_features, bias=bias)
+    return LowRankLinear(in_features, out_features, size, activation=config.low_rank.latent_activation, bias=bias)

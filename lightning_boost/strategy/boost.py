@@ -1,5 +1,7 @@
 """``Trainer(strategy="boost")``: bottleneck-aware parallel training of an unchanged LightningModule."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,21 +14,23 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.distributed.tensor import DTensor
+from torch.nn import Module
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_boost import checkpoint as checkpoints
+from lightning_boost.data_parallel import DataAxis, set_gradient_sync
 from lightning_boost.gradients import clip_gradients_by_norm
-from lightning_boost.mesh import DATA_AXIS, AutoSize, ParallelSizes, build_mesh
+from lightning_boost.mesh import DATA_AXIS, TENSOR_AXIS, AutoSize, ParallelSizes, build_mesh
 from lightning_boost.parallelize import parallelize
 from lightning_boost.strategy.faults import report_failure
 from lightning_boost.strategy.lightning_internals import IS_INTERACTIVE, CheckedLauncher
-from lightning_boost.tensor_parallel.check import check_tensor_size, legal_sizes
+from lightning_boost.strategy.probe import check_probe, probe
+from lightning_boost.strategy.sizes import RequestedSizes
 from lightning_boost.tensor_parallel.layout import Decoder, DecoderLayout, find_decoder
-from lightning_boost.tensor_parallel.scheme import SCHEMES
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 """Lightning's names of the precisions that keep training exact to their rounding."""
@@ -42,14 +46,18 @@ class BoostParallelStrategy(ModelParallelStrategy):
     parallel twins when the Trainer sets up; parameters keep their names and become DTensors with their global shapes.
 
     Args:
-        tensor_parallel_size: Processes that share each layer; ``"auto"``: the largest size that divides the processes
-            of a node, the heads and the hidden features.
+        tensor_parallel_size: Processes that share each layer; ``"auto"``: the largest size that the model allows and
+            that divides the processes of a node.
+        data_parallel_size: Replicas, each of which sees its own part of the data; ``"auto"``: all processes that the
+            tensor axis leaves.
+        data_axis: How replicas keep parameters: ``"replicate"`` whole, ``"shard"`` each a share, gathered layer by
+            layer, ``"hybrid"`` shared out inside a node and replicated across nodes.
         layout: Names of the decoder's parts, where they are not LLaMA's.
         process_group_backend: ``None``: NCCL on GPUs, gloo on the CPU.
         timeout: After which a collective that a process does not join is an error.
 
     Raises:
-        ValueError: If ``tensor_parallel_size`` is not ``"auto"`` or a whole number of at least 1.
+        ValueError: If a size is neither ``"auto"`` nor a whole number of at least 1, or the data axis is unknown.
     """
 
     strategy_name = "boost"
@@ -60,22 +68,21 @@ class BoostParallelStrategy(ModelParallelStrategy):
         self,
         tensor_parallel_size: AutoSize = "auto",
         *,
+        data_parallel_size: AutoSize = "auto",
+        data_axis: DataAxis = "replicate",
         layout: DecoderLayout | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
-        super().__init__(
-            data_parallel_size=1,
-            tensor_parallel_size=tensor_parallel_size,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        self.requested = RequestedSizes(
+            tensor_parallel_size=tensor_parallel_size, data_parallel_size=data_parallel_size, data_axis=data_axis
         )
-        if tensor_parallel_size != "auto":
-            ParallelSizes(tensor_parallel_size=tensor_parallel_size)
-        self.scheme = SCHEMES["bottleneck"]
         self.sizes = ParallelSizes()
         """The mesh's sizes, once set up."""
 
+        self._root: Module | None = None
+        self._num_runs = 0
         self.gradient_norm: float | None = None
         """Global norm at the last clipping, before it."""
 
@@ -110,9 +117,7 @@ class BoostParallelStrategy(ModelParallelStrategy):
                 f"precision ({precision!r}) must be one of {', '.join(PRECISIONS)} with strategy 'boost': the range of"
                 " fp16 does not hold the sums of squares that online RMSNorm carries. Take 'bf16-true' or 'bf16-mixed'."
             )
-        if self._tensor_parallel_size != "auto":
-            sizes = ParallelSizes(tensor_parallel_size=int(self._tensor_parallel_size))
-            sizes.check_world(self._num_all_processes)
+        self.requested.check_world(self._num_all_processes)
         module = self._module
         try:
             decoder = find_decoder(module, self.layout)
@@ -125,30 +130,13 @@ class BoostParallelStrategy(ModelParallelStrategy):
     def _resolve_sizes(self, decoder: Decoder) -> ParallelSizes:
         """Check the decoder and return the mesh's sizes for it."""
         already: ParallelSizes | None = decoder.root.__dict__.get(_SIZES)
-        if already is not None:
-            already.check_world(self._num_all_processes)
-            return already
-        if self._tensor_parallel_size == "auto":
-            size = self._largest_legal_size(decoder)
-        else:
-            size = int(self._tensor_parallel_size)
-        sizes = ParallelSizes(tensor_parallel_size=size)
-        sizes.check_world(self._num_all_processes)
-        if size > 1:
-            check_tensor_size(decoder, size)
-            self.scheme.check(decoder)
-        return sizes
-
-    def _largest_legal_size(self, decoder: Decoder) -> int:
-        legal = legal_sizes(decoder)
-        size = max(candidate for candidate in legal if self.num_processes % candidate == 0)
-        if size != self._num_all_processes:
-            raise ValueError(
-                f"tensor_parallel_size ('auto') must take all {self._num_all_processes} processes (devices ×"
-                f" num_nodes), and the heads and hidden features of this model allow {', '.join(map(str, legal))}."
-                " Set devices to one of these."
-            )
-        return size
+        if already is None:
+            sizes = self.requested.resolve(decoder, self.num_processes, self.num_nodes)
+            if sizes.world_size > 1:
+                _check_none_outside(self._module, decoder)
+            return sizes
+        already.check_world(self._num_all_processes)
+        return already
 
     @property
     def _num_all_processes(self) -> int:
@@ -165,6 +153,7 @@ class BoostParallelStrategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         """Start the process group; the mesh waits for the model, which tells the sizes it allows."""
         self.check_before_start()
+        self._num_runs += 1
         self._setup_distributed()
 
     @override
@@ -186,18 +175,41 @@ class BoostParallelStrategy(ModelParallelStrategy):
         if self._device_mesh is None:
             self._device_mesh = build_mesh(sizes, self.root_device.type)
         module._device_mesh = self._device_mesh
+        self.model = self.precision_plugin.convert_module(module)
         if _SIZES not in decoder.root.__dict__:
-            # first to the run's dtype: shares are cut from values that are rounded already
-            self.precision_plugin.convert_module(decoder.root)
-            seed = self.broadcast(torch.initial_seed())
-            parallelize(decoder, self._device_mesh, device=self.root_device, seed=seed)
+            self._spread(decoder)
             decoder.root.__dict__[_SIZES] = sizes
-        if sizes.tensor_parallel_size > 1:
-            _check_all_spread(module)
+        self._root = decoder.root
+        self._agree_on_random_numbers()
+        data_mesh = self._device_mesh[DATA_AXIS]
         for metric in module.modules():
             if isinstance(metric, Metric):
                 # the processes of a replica hold the same numbers: a sum over all would count them several times
-                metric.process_group = self._device_mesh[DATA_AXIS].get_group()
+                metric.process_group = data_mesh.get_group() if data_mesh.size() > 1 else None
+                metric.distributed_available_fn = _is_distributed if data_mesh.size() > 1 else _is_alone
+
+    def _agree_on_random_numbers(self) -> None:
+        """Have the processes of a replica draw the same numbers where no ``seed_everything`` has seen to it."""
+        group = self.device_mesh[TENSOR_AXIS].get_group()
+        first = [torch.get_rng_state()]
+        dist.broadcast_object_list(first, group=group, group_src=0)
+        torch.set_rng_state(first[0])
+
+    def _spread(self, decoder: Decoder) -> None:
+        """Replace the decoder's layers, and check on the model itself that nothing changed."""
+        vocab_size = decoder.root.get_parameter(f"{decoder.layout.head}.weight").shape[0]
+        before = probe(decoder.root, vocab_size) if self.sizes.tensor_parallel_size > 1 else None
+        # all processes must have seen the same weights
+        before = self.broadcast(before) if before is not None else None
+        parallelize(
+            decoder,
+            self.device_mesh,
+            device=self.root_device,
+            seed=self.broadcast(torch.initial_seed()),
+            data_axis=self.requested.data_axis,
+        )
+        if before is not None:
+            check_probe(before.to(self.root_device), probe(decoder.root, vocab_size), decoder.root)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -232,6 +244,34 @@ class BoostParallelStrategy(ModelParallelStrategy):
         norm = clip_gradients_by_norm(self.precision_plugin.main_params(optimizer), clip_val)
         self.gradient_norm = norm.item()
 
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Go backward; a last window of accumulation that is shorter than the others weighs as much as they do."""
+        return super().backward(closure_loss * self._window_weight(), optimizer, *args, **kwargs)
+
+    def _window_weight(self) -> float:
+        """Return by how much Lightning divides the loss too often: it takes every window for a full one."""
+        trainer = self._module.trainer
+        window, num_batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+        if not self._module.automatic_optimization or window == 1 or num_batches == float("inf"):
+            return 1.0
+        rest = int(num_batches) % window
+        is_in_last = trainer.fit_loop.epoch_loop.batch_idx >= num_batches - rest
+        return window / rest if is_in_last else 1.0
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Leave gradients on each replica while they are accumulated; they are averaged once, with the last of them."""
+        assert self._root is not None
+        set_gradient_sync(self._root, False)
+        try:
+            yield
+        finally:
+            set_gradient_sync(self._root, True)
+
     # ---- what processes agree on ---------------------------------------------------------------------------------
 
     @override
@@ -242,6 +282,14 @@ class BoostParallelStrategy(ModelParallelStrategy):
                 return tensor
             group = self._device_mesh[DATA_AXIS].get_group()
         return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the data axis: one value from each replica."""
+        # a LightningModule asks for all processes where nothing else was said
+        if group in (None, dist.group.WORLD) and self._device_mesh is not None:
+            group = self._device_mesh[DATA_AXIS].get_group()
+        return super().all_gather(tensor, group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -268,13 +316,15 @@ class BoostParallelStrategy(ModelParallelStrategy):
             raise ValueError("storage_options must be None with strategy 'boost': it writes the directory itself.")
         tensors = {"state_dict": checkpoint.pop("state_dict")}
         tensors |= {f"optimizer_{index}": state for index, state in enumerate(checkpoint.pop("optimizer_states", []))}
-        checkpoints.save_checkpoint(Path(self.broadcast(filepath)), tensors, checkpoint)
+        checkpoints.save_checkpoint(_local_path(self.broadcast(filepath)), tensors, checkpoint)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load what any layout saved; nothing but plain types is ever unpickled."""
-        path = Path(self.broadcast(checkpoint_path))
-        return checkpoints.load_checkpoint(path, self._module, self.optimizers)
+        """Load what any layout saved; optimizers only where training goes on."""
+        path = _local_path(self.broadcast(checkpoint_path))
+        is_training = self._module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self.optimizers if is_training else []
+        return checkpoints.load_checkpoint(path, self._module, optimizers, strict=self._module.strict_loading)
 
     # ---- ending --------------------------------------------------------------------------------------------------
 
@@ -282,16 +332,33 @@ class BoostParallelStrategy(ModelParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tell which process failed first, and leave none behind."""
         super().on_exception(exception)
-        report_failure(exception, self.global_rank)
+        report_failure(exception, self.global_rank, self._num_runs)
         if isinstance(self._launcher, CheckedLauncher):
             self._launcher.end_children(_CHILDREN_GRACE_SECONDS)
 
 
-def _check_all_spread(module: LightningModule) -> None:
+def _check_none_outside(module: LightningModule, decoder: Decoder) -> None:
     """Check that the decoder holds every parameter of the module: others would not be kept equal over processes."""
-    outside = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
+    inside = {id(parameter) for parameter in decoder.root.parameters()}
+    outside = [name for name, parameter in module.named_parameters() if id(parameter) not in inside]
     if outside:
         raise ValueError(
-            f"parameters outside the decoder cannot be trained with tensor_parallel_size above 1 yet: {outside[:5]}."
-            " Move them into the decoder's root module, or train with tensor_parallel_size=1."
+            f"parameters {', '.join(outside[:5])} stand outside the decoder, and cannot be trained on several processes"
+            " yet: they would not be kept equal. Set devices to 1."
         )
+
+
+def _local_path(path: Any) -> Path:
+    if "://" in str(path):
+        raise ValueError(
+            f"checkpoint path ({path}) must be a path of this machine's file system with strategy 'boost'."
+        )
+    return Path(path)
+
+
+def _is_distributed() -> bool:
+    return dist.is_initialized()
+
+
+def _is_alone() -> bool:
+    return False

@@ -6,11 +6,10 @@ import torch.distributed as dist
 
 from lightning_boost.strategy.lightning_internals import default_store
 
-_FIRST_FAILURE = "lightning_boost/first_failure"
 _log = logging.getLogger(__name__)
 
 
-def report_failure(exception: BaseException, process: int) -> None:
+def report_failure(exception: BaseException, process: int, run: int) -> None:
     """Say which process failed first, and why, whether that is this one or another.
 
     A process whose peer has died fails in turn, with an error that tells of a lost connection and nothing else.
@@ -18,12 +17,13 @@ def report_failure(exception: BaseException, process: int) -> None:
     Args:
         exception: What ended this process.
         process: Its global number.
+        run: Number of the run among those of this process group, so that an earlier failure is not told again.
     """
     if not dist.is_initialized():
         return
     mine = f"process {process}: {type(exception).__name__}: {exception}"
     try:
-        first = default_store().compare_set(_FIRST_FAILURE, "", mine).decode()
+        first = default_store().compare_set(f"lightning_boost/first_failure_of_run_{run}", "", mine).decode()
     except (RuntimeError, ValueError):
         # the process that holds the store is gone; what it had to say stands above
         _log.error("Process %d stops because another one has: look for the first error above.", process)

@@ -1,4 +1,4 @@
-"""The one door to underscored names of Lightning 2.6 and torch 2.13; everything else uses their public names."""
+"""The one door to underscored names of Lightning 2.6's modules."""
 
 import signal
 import subprocess

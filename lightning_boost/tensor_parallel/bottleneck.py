@@ -8,8 +8,9 @@ in the place of       stands
 ====================  =================================================================================
 a norm                ``NormalizedProjections``: γ, every ``A`` that reads the norm, one all-reduce, σ,
                       every ``B``; gives the projections' outputs side by side
-such a projection     ``ProjectionSlice``: takes its own part of them
+such a projection     ``LowRankMember``, ``DenseMember``: takes its own part of them
 o, down               ``BottleneckParallelLinear``: ``A``, one all-reduce, σ, ``B``
+a dense o, down       ``DenseParallelLinear``: a reduce-scatter over features
 the embedding         ``FeatureShardedEmbedding``
 ====================  =================================================================================
 
@@ -20,22 +21,34 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, linear
 from typing_extensions import override
 
 from lightning_boost.model.low_rank import LowRankLinear
-from lightning_boost.tensor_parallel.local_parameter import local, local_size
+from lightning_boost.tensor_parallel.dense import Rows, ScatterFeatures, SplitReader, num_rows, own_rows
+from lightning_boost.tensor_parallel.gathered_norm import NormGather
+from lightning_boost.tensor_parallel.library import gemm_dtype
+from lightning_boost.tensor_parallel.local_parameter import local
 from lightning_boost.tensor_parallel.ops import Expand, NormProjectReduce, ProjectReduce
+
+_GROUP = "_lightning_boost_group"
+"""Marks a group's outputs, so that its projections know them from anything that is made of them."""
 
 
 class FactorPair(nn.Module):
-    """The parts of a ``LowRankLinear``, under its names, with parameters that hold a share of it."""
+    """The parts of a ``LowRankLinear``, under its names, with parameters that hold a share of it.
 
-    def __init__(self, pair: LowRankLinear) -> None:
+    Args:
+        pair: The projection that is replaced.
+        rows: Of ``factor_b``, where it is replicated because it has fewer heads than there are processes.
+    """
+
+    def __init__(self, pair: LowRankLinear, rows: Rows | None = None) -> None:
         super().__init__()
         self.factor_a = pair.factor_a
         self.activation = pair.activation
         self.factor_b = pair.factor_b
+        self.rows = rows
 
     @property
     def bottleneck_size(self) -> int:
@@ -45,43 +58,78 @@ class FactorPair(nn.Module):
     @property
     def local_width(self) -> int:
         """This process's output features."""
-        return local_size(self.factor_b.weight, 0)
+        return num_rows(self.factor_b.weight, self.rows)
 
 
-class ProjectionSlice(FactorPair):
-    """Take one projection's part of its group's outputs.
+class DenseLayer(nn.Module):
+    """The parameters of a ``torch.nn.Linear``, under their names, that hold a share of its output features.
 
     Args:
-        pair: The projection that is replaced.
-        index: Its position in the group.
-        members: Every projection of the group, this one included once all are made. The list itself is kept, hidden
-            from torch: the others own their parameters in their own places.
+        layer: The projection that is replaced.
+        rows: Of the weight, where it is replicated because it has fewer heads than there are processes.
     """
 
-    def __init__(self, pair: LowRankLinear, index: int, members: list["ProjectionSlice"]) -> None:
-        super().__init__(pair)
-        self.index = index
+    def __init__(self, layer: nn.Linear, rows: Rows | None = None) -> None:
+        super().__init__()
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.rows = rows
+
+    @property
+    def local_width(self) -> int:
+        """This process's output features."""
+        return num_rows(self.weight, self.rows)
+
+
+class GroupMember(nn.Module):
+    """In the place of a projection of a group: takes its own part of the group's outputs.
+
+    The list of all members is kept hidden from torch: each owns its parameters in its own place.
+    """
+
+    index: int
+
+    def join(self, members: list["GroupMember"]) -> None:
+        """Become the next of ``members``."""
+        self.index = len(members)
         self.__dict__["members"] = members
+        members.append(self)
 
     @override
     def forward(self, outputs: Tensor) -> Tensor:
         """Cut ``[…, w_i]`` out of ``[…, w]``."""
-        widths = [member.local_width for member in self.__dict__["members"]]
-        if outputs.shape[-1] != sum(widths):
+        if getattr(outputs, _GROUP, None) != id(self.__dict__["members"]):
             raise RuntimeError(
-                f"a projection of a group got {outputs.shape[-1]} features where its norm gives {sum(widths)}:"
-                " something stands between the two. Describe the model's parts with a DecoderLayout."
+                "a projection must read its norm's output as it is, and got something else: the model's forward does"
+                " more between the two than the layout says. Describe its parts with a DecoderLayout, or set"
+                " tensor_parallel_size to 1."
             )
+        widths = [member.local_width for member in self.__dict__["members"]]
         return outputs.narrow(-1, sum(widths[: self.index]), widths[self.index])
 
 
+class LowRankMember(GroupMember, FactorPair):
+    """A factor pair of a group."""
+
+
+class DenseMember(GroupMember, DenseLayer):
+    """A dense projection of a group."""
+
+
 class NormalizedProjections(nn.Module):
-    """Online RMSNorm and all low-rank projections that read it, with one all-reduce forward and one backward.
+    """Online RMSNorm and all projections that read it.
+
+    Factor pairs share one all-reduce forward and one backward. Dense projections read the whole normalised hidden
+    state, which is gathered for them; their gradient of it is scattered.
+
+    Communication: for pairs, forward one all-reduce of ``N (R + statistic columns)`` values, backward one of ``N R``;
+    for dense projections, forward one all-gather of ``(N + 1) D/tp``, backward one reduce-scatter of ``N D`` and the
+    statistic's columns.
 
     Args:
         norm: The norm that is replaced.
         eps: Its eps.
-        members: The slices that stand in its projections' places, in order.
+        members: What stands in its projections' places, in order; the very list that they joined.
         hidden_size: ``D`` over the whole group.
         group: Name of the tensor axis's group.
         chunk: Label of the collectives.
@@ -91,7 +139,7 @@ class NormalizedProjections(nn.Module):
         self,
         norm: nn.Module,
         eps: float,
-        members: Sequence[ProjectionSlice],
+        members: list[GroupMember],
         hidden_size: int,
         group: str,
         chunk: str,
@@ -102,20 +150,62 @@ class NormalizedProjections(nn.Module):
         self.hidden_size = hidden_size
         self.group = group
         self.chunk = chunk
-        self.__dict__["members"] = tuple(members)
+        self.__dict__["members"] = members
+
+    @property
+    def low_rank_members(self) -> list[LowRankMember]:
+        """The factor pairs of the group, in order."""
+        return [member for member in self.__dict__["members"] if isinstance(member, LowRankMember)]
+
+    @property
+    def dense_members(self) -> list[DenseMember]:
+        """The dense projections of the group, in order."""
+        return [member for member in self.__dict__["members"] if isinstance(member, DenseMember)]
 
     @override
     def forward(self, x: Tensor) -> Tensor:
         """Map this process's features ``[…, D/tp]`` to its features of every projection, ``[…, w]``."""
-        members: tuple[ProjectionSlice, ...] = self.__dict__["members"]
-        dtype = gemm_dtype(members[0].factor_a.weight)
-        factors_a = [local(member.factor_a.weight).to(dtype) for member in members]
-        rows = x.flatten(0, -2)
+        rows, pairs, dense = x.flatten(0, -2), self.low_rank_members, self.dense_members
+        if not dense:
+            y = self._low_rank(rows, pairs)
+        elif not pairs:
+            y = self._dense(rows, dense)
+        else:
+            y = self._in_order(pairs, self._low_rank(rows, pairs), dense, self._dense(rows, dense))
+        y = y.view(*x.shape[:-1], y.shape[-1])
+        setattr(y, _GROUP, id(self.__dict__["members"]))
+        return y
+
+    def latents(self, rows: Tensor) -> Tensor:
+        """Return the latents ``[N, R]`` of the group's pairs, before σ."""
+        weights: list[Tensor] = [member.factor_a.weight for member in self.low_rank_members]
+        dtype = gemm_dtype(weights[0])
+        shares = [local(weight).to(dtype) for weight in weights]
+        z: Tensor
         z, _ = NormProjectReduce.apply(
-            rows, local(self.weight), self.eps, self.hidden_size, self.group, self.chunk, *factors_a
+            rows, local(self.weight), self.eps, self.hidden_size, self.group, self.chunk, *shares
         )
-        y = expand(activate(z, members), members, self.group, self.chunk)
-        return y.view(*x.shape[:-1], -1)
+        return z
+
+    def _low_rank(self, rows: Tensor, pairs: Sequence[LowRankMember]) -> Tensor:
+        return expand(activate(self.latents(rows), pairs), pairs, self.group, self.chunk)
+
+    def _dense(self, rows: Tensor, members: Sequence[DenseMember]) -> Tensor:
+        hidden: Tensor = NormGather.apply(rows, local(self.weight), self.eps, self.group, self.chunk)
+        hidden = SplitReader.apply(hidden, self.group)
+        dtype = gemm_dtype(members[0].weight)
+        weight = torch.cat([own_rows(member.weight, member.rows, self.group, self.chunk) for member in members])
+        y = linear(hidden.to(dtype), weight.to(dtype))
+        return add_biases(y, [member.bias for member in members], members, self.group, self.chunk)
+
+    def _in_order(
+        self, pairs: Sequence[LowRankMember], low_rank: Tensor, dense: Sequence[DenseMember], full: Tensor
+    ) -> Tensor:
+        parts: dict[GroupMember, Tensor] = {}
+        for members, outputs in ((pairs, low_rank), (dense, full)):
+            widths = [member.local_width for member in members]
+            parts |= dict(zip(members, outputs.split(widths, -1), strict=True))
+        return torch.cat([parts[member] for member in self.__dict__["members"]], -1)
 
 
 class BottleneckParallelLinear(FactorPair):
@@ -140,7 +230,35 @@ class BottleneckParallelLinear(FactorPair):
         factor_a = local(self.factor_a.weight)
         z = ProjectReduce.apply(x.flatten(0, -2), factor_a.to(gemm_dtype(factor_a)), self.group, self.chunk)
         y = expand(activate(z, [self]), [self], self.group, self.chunk)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class DenseParallelLinear(nn.Module):
+    """A dense linear whose input is sharded over features and whose output is too (o, down).
+
+    Communication: forward one reduce-scatter of ``N out`` values, backward one all-gather of ``N out/tp``.
+
+    Args:
+        layer: The projection that is replaced; this process's share of its weight is ``[out, in/tp]``, of its bias
+            ``[out/tp]``.
+        group: Name of the tensor axis's group.
+        chunk: Label of the collectives.
+    """
+
+    def __init__(self, layer: nn.Linear, group: str, chunk: str) -> None:
+        super().__init__()
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.group = group
+        self.chunk = chunk
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[…, in/tp]`` to ``[…, out/tp]``."""
+        weight = local(self.weight)
+        dtype = gemm_dtype(weight)
+        y: Tensor = ScatterFeatures.apply(linear(x.to(dtype), weight.to(dtype)), self.group, self.chunk)
+        return y if self.bias is None else y + local(self.bias).to(dtype)
 
 
 class FeatureShardedEmbedding(nn.Module):
@@ -172,17 +290,23 @@ def activate(z: Tensor, pairs: Sequence[FactorPair]) -> Tensor:
 
 def expand(z: Tensor, pairs: Sequence[FactorPair], group: str, chunk: str) -> Tensor:
     """Map latents ``[N, R]`` to this process's outputs of every pair, side by side, biases added."""
-    y: Tensor = Expand.apply(z, group, chunk, *(local(pair.factor_b.weight).to(z.dtype) for pair in pairs))
-    if all(pair.factor_b.bias is None for pair in pairs):
+    factors_b = [own_rows(pair.factor_b.weight, pair.rows, group, chunk).to(z.dtype) for pair in pairs]
+    y: Tensor = Expand.apply(z, group, chunk, *factors_b)
+    return add_biases(y, [pair.factor_b.bias for pair in pairs], pairs, group, chunk)
+
+
+def add_biases(
+    y: Tensor,
+    biases: Sequence[Tensor | None],
+    owners: Sequence[FactorPair | DenseLayer],
+    group: str,
+    chunk: str,
+) -> Tensor:
+    """Add this process's share of each bias to its part of ``y``."""
+    if all(bias is None for bias in biases):
         return y
-    biases = [
-        y.new_zeros(pair.local_width) if pair.factor_b.bias is None else local(pair.factor_b.bias).to(y.dtype)
-        for pair in pairs
+    shares = [
+        y.new_zeros(owner.local_width) if bias is None else own_rows(bias, owner.rows, group, chunk).to(y.dtype)
+        for bias, owner in zip(biases, owners, strict=True)
     ]
-    return y + torch.cat(biases)
-
-
-def gemm_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype matrices multiply in: autocast's where it is on, else the weight's."""
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    return y + torch.cat(shares)

@@ -5,66 +5,121 @@ from torch import nn
 from torch.func import functional_call
 
 from lightning_boost.mesh import legal_tensor_sizes
-from lightning_boost.model.low_rank import LowRankLinear
+from lightning_boost.model.low_rank import ACTIVATIONS, LowRankLinear
 from lightning_boost.model.norm import normalize
 from lightning_boost.tensor_parallel.layout import Decoder
 
 
 def legal_sizes(decoder: Decoder) -> list[int]:
-    """Return the tensor sizes that divide the decoder's heads, key/value heads and hidden features."""
-    return legal_tensor_sizes(*decoder.attention_heads, decoder.hidden_size)
+    """Return the tensor sizes that give every process whole heads and as many hidden features.
+
+    They divide the attention heads and the hidden features. They divide the key/value heads as well, or are a multiple
+    of them: several processes then read the same one.
+    """
+    heads, key_value_heads = decoder.attention_heads
+    sizes = legal_tensor_sizes(heads, decoder.hidden_size)
+    return [size for size in sizes if key_value_heads % size == 0 or size % key_value_heads == 0]
 
 
 def check_tensor_size(decoder: Decoder, size: int) -> None:
     """Check that every process gets whole heads and an equal share of the hidden features.
 
     Raises:
-        ValueError: If one of the counts is not a multiple of ``size``.
+        ValueError: If ``size`` is not legal.
     """
     heads, key_value_heads = decoder.attention_heads
-    counts = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_value_heads,
-        "hidden_size": decoder.hidden_size,
-    }
-    for name, count in counts.items():
+    legal = f"legal sizes: {', '.join(map(str, legal_sizes(decoder)))}."
+    for name, count in {"num_attention_heads": heads, "hidden_size": decoder.hidden_size}.items():
         if count % size:
+            raise ValueError(f"{name} ({count}) must be a multiple of tensor_parallel_size ({size}); {legal}")
+    if key_value_heads % size and size % key_value_heads:
+        raise ValueError(
+            f"num_key_value_heads ({key_value_heads}) must be a multiple of tensor_parallel_size ({size}) or divide it;"
+            f" {legal}"
+        )
+
+
+def check_projection(module: nn.Module, name: str, *kinds: type[nn.Module]) -> None:
+    """Check that a projection is one of the layers that the scheme splits, and nothing more.
+
+    Raises:
+        ValueError: If it is of another class, a pair has other parts than factors and an element-wise activation, or
+            hooks are registered on it.
+    """
+    if type(module) not in kinds:
+        raise ValueError(
+            f"{name} is a {type(module).__name__} and must be a {' or a '.join(kind.__name__ for kind in kinds)}, not a"
+            " subclass: its own forward would not be run. Replace the projection by one."
+        )
+    if isinstance(module, LowRankLinear):
+        is_plain = all(type(factor) is nn.Linear for factor in (module.factor_a, module.factor_b))
+        if not is_plain or module.factor_a.bias is not None:
+            raise ValueError(f"{name}'s factors must be a torch.nn.Linear each, and factor_a have no bias.")
+        if type(module.activation) not in (nn.Identity, *ACTIVATIONS.values()):
             raise ValueError(
-                f"{name} ({count}) must be a multiple of tensor_parallel_size ({size});"
-                f" legal sizes: {', '.join(map(str, legal_sizes(decoder)))}."
+                f"{name}'s activation is a {type(module.activation).__name__} and must be None or one of"
+                f" {', '.join(ACTIVATIONS)}: it is applied to the latents of several projections at once."
+            )
+    check_no_hooks(module, name)
+
+
+def check_no_hooks(module: nn.Module, name: str) -> None:
+    """Check that replacing a module loses nothing that was registered on it or inside it.
+
+    Raises:
+        ValueError: If there are forward or backward hooks.
+    """
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    for inner_name, inner in module.named_modules(prefix=name):
+        if any(getattr(inner, kind) for kind in kinds):
+            raise ValueError(
+                f"{inner_name} has hooks, and is replaced by its parallel twin, which has none. Register them after the"
+                " Trainer has set up (on_fit_start), or set tensor_parallel_size to 1."
             )
 
 
-def check_projection(module: nn.Module, name: str) -> None:
-    """Check that a projection is a factor pair.
-
-    Raises:
-        ValueError: If it is anything else.
-    """
-    if not isinstance(module, LowRankLinear):
-        raise ValueError(
-            f"{name} is a {type(module).__name__} and must be a LowRankLinear: scheme 'bottleneck' cuts the model at"
-            " the bottleneck of its factor pairs. Replace the projection by a LowRankLinear."
-        )
-
-
 def check_ends(decoder: Decoder) -> None:
-    """Check that the embedding and the head are plain ones with weights of their own.
+    """Check that the embedding and the head are plain ones.
 
     Raises:
-        ValueError: If they are of another class, the head has a bias, or they share a weight.
+        ValueError: If they are of another class, the head has a bias, the embedding a rule for its gradients, or hooks
+            are registered on them.
     """
     layout = decoder.layout
     embedding, head = decoder.part(layout.embedding), decoder.part(layout.head)
-    if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
+    if type(embedding) is not nn.Embedding:
         raise ValueError(f"{layout.embedding} is a {type(embedding).__name__} and must be a torch.nn.Embedding.")
+    if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+        raise ValueError(f"{layout.embedding} must have none of max_norm, scale_grad_by_freq and sparse.")
     if type(head) is not nn.Linear or head.bias is not None:
         raise ValueError(f"{layout.head} is a {type(head).__name__} and must be a torch.nn.Linear without a bias.")
-    if embedding.weight is head.weight:
+    for name in (layout.embedding, layout.head):
+        check_no_hooks(decoder.part(name), name)
+
+
+def check_whole_model(decoder: Decoder, placed: set[str]) -> None:
+    """Check that nothing in the model is left that would go its own way on each process.
+
+    Args:
+        decoder: The model.
+        placed: Names of the parameters that the scheme places.
+
+    Raises:
+        ValueError: If there are other parameters, or dropout.
+    """
+    others = [name for name, _ in decoder.root.named_parameters() if name not in placed]
+    if others:
         raise ValueError(
-            f"{layout.embedding} and {layout.head} share one weight, which cannot be split for both yet."
-            " Give the head a weight of its own (tie_word_embeddings: false), or set tensor_parallel_size to 1."
+            f"parameters {', '.join(others[:5])} of {type(decoder.root).__name__} belong to no part of the decoder that"
+            " its layout names, and cannot be trained with tensor_parallel_size above 1 yet. Remove them, or set"
+            " tensor_parallel_size to 1."
         )
+    for name, module in decoder.root.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise ValueError(
+                f"{name} drops values with probability {module.p}, which must be 0 with tensor_parallel_size above 1"
+                " for now: processes would have to draw different masks for their shares and equal ones elsewhere."
+            )
 
 
 def norm_eps(norm: nn.Module, name: str) -> float:
@@ -83,7 +138,10 @@ def norm_eps(norm: nn.Module, name: str) -> float:
         weight = torch.randn(parameters["weight"].shape, generator=generator)
         x = torch.randn(2, len(weight), generator=generator) * torch.tensor([[1.0], [eps**0.5]]) + 0.3 * eps**0.5
         if torch.allclose(functional_call(norm, {"weight": weight}, x), weight * normalize(x, eps), rtol=1e-3):
+            check_no_hooks(norm, name)
             return eps
+    if isinstance(norm, nn.RMSNorm) and norm.eps is None:
+        raise ValueError(f"{name} is an RMSNorm whose eps is None and must be given: torch.nn.RMSNorm(…, eps=1e-6).")
     raise ValueError(
         f"{name} is a {type(norm).__name__} and must be an RMSNorm, weight · x · (mean(x²) + eps)^-½: only its scale"
         " can be applied after the sum over processes. Replace it by torch.nn.RMSNorm with an explicit eps."

@@ -7,6 +7,7 @@ projections reads, and so on. ``LLAMA`` fits every model of that family's naming
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 
 from torch import nn
 
@@ -15,7 +16,11 @@ from lightning_boost.model.loss import NextTokenLoss
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectionGroup:
-    """Projections that read the same norm, which nothing else reads. Names are relative to a decoder layer."""
+    """Projections that read the same norm, which nothing else reads. Names are relative to a decoder layer.
+
+    Each projection's output must be features that may be split evenly: heads, or features of the MLP. One that computes
+    two things at once (a fused gate and up) cannot be described.
+    """
 
     norm: str
     projections: tuple[str, ...]
@@ -47,6 +52,9 @@ class DecoderLayout:
     lone_projections: tuple[LoneProjection, ...]
     final_norm: str
     head: str
+    key_value_projections: tuple[str, ...] = ()
+    """Those of the projections that give key/value heads, of which there may be fewer than processes."""
+
     loss: str | None = None
     """A module called with (hidden, head weight, labels) that may go through the vocabulary in shares; absent in models
     that take their loss from logits."""
@@ -85,6 +93,7 @@ LLAMA = DecoderLayout(
     ),
     final_norm="model.norm",
     head="lm_head",
+    key_value_projections=("self_attn.k_proj", "self_attn.v_proj"),
     loss="loss",
 )
 """The names of LLaMA, Mistral, Qwen2 and CoLA in Hugging Face's form, and of this package's own model."""
@@ -92,7 +101,10 @@ LLAMA = DecoderLayout(
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model whose parts a layout has found."""
+    """A model whose parts a layout has found.
+
+    What is read from parts that will be replaced is remembered from its first reading.
+    """
 
     root: nn.Module
     layout: DecoderLayout
@@ -112,12 +124,31 @@ class Decoder:
         """``D``."""
         return self.root.get_parameter(f"{self.layout.embedding}.weight").shape[-1]
 
-    @property
-    def has_own_loss(self) -> bool:
-        """Whether the model holds the loss module that the layout names."""
-        return isinstance(getattr(self.root, self.layout.loss or "", None), NextTokenLoss)
+    @cached_property
+    def is_tied(self) -> bool:
+        """Whether the embedding and the head share one weight."""
+        return self.part(self.layout.embedding).weight is self.part(self.layout.head).weight
+
+    def own_key_value_rows(self, name: str, out_features: int, size: int, index: int) -> tuple[int, int] | None:
+        """Return the rows of a replicated key/value projection that process ``index`` of ``size`` reads.
+
+        ``None`` where the projection is split: it gives no key/value heads, or as many as there are processes. Process
+        ``i`` has the query heads that read key/value head ``i // (size / K)``.
+        """
+        _, key_value_heads = self.attention_heads
+        if name not in self.layout.key_value_projections or key_value_heads >= size:
+            return None
+        head_size = out_features // key_value_heads
+        head = index // (size // key_value_heads)
+        return head * head_size, (head + 1) * head_size
 
     @property
+    def own_loss(self) -> NextTokenLoss | None:
+        """The loss module that the layout names, if the model holds it."""
+        loss = getattr(self.root, self.layout.loss or "", None)
+        return loss if type(loss) is NextTokenLoss else None
+
+    @cached_property
     def attention_heads(self) -> tuple[int, int]:
         """Attention heads and key/value heads.
 

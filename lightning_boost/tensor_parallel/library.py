@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 NAMESPACE = "lightning_boost"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -32,3 +33,9 @@ def operator(schema: str) -> Callable[[Operator], Operator]:
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which statistics of a tensor of ``dtype`` are computed: fp32 at least."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def gemm_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype matrices multiply in: autocast's where it is on, else the weight's."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype

@@ -2,26 +2,47 @@
 
 from typing import Protocol
 
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.nn import Embedding, Linear, Module
 
+from lightning_boost.collectives import group_index, group_size
 from lightning_boost.model.initialization import set_module
 from lightning_boost.model.low_rank import LowRankLinear
 from lightning_boost.tensor_parallel.bottleneck import (
     BottleneckParallelLinear,
+    DenseMember,
+    DenseParallelLinear,
     FeatureShardedEmbedding,
+    GroupMember,
+    LowRankMember,
     NormalizedProjections,
-    ProjectionSlice,
 )
-from lightning_boost.tensor_parallel.check import check_ends, check_projection, norm_eps
+from lightning_boost.tensor_parallel.check import check_ends, check_projection, check_whole_model, norm_eps
+from lightning_boost.tensor_parallel.dense import Rows
+from lightning_boost.tensor_parallel.full_rank import (
+    ColumnParallelLinear,
+    GatheredEmbedding,
+    ReplicatedNorm,
+    RowParallelLinear,
+)
+from lightning_boost.tensor_parallel.gathered_norm import GatheredNorm
 from lightning_boost.tensor_parallel.layout import Decoder, ProjectionGroup
-from lightning_boost.tensor_parallel.vocabulary import GatheredNorm, VocabularyParallelHead, VocabularyParallelLoss
+from lightning_boost.tensor_parallel.vocabulary import (
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+    VocabularyParallelLoss,
+)
 
 INPUT_FEATURES = Shard(1)
 """Row-parallel: a weight ``[out, in]`` is split over input features."""
 
 OUTPUT_FEATURES = Shard(0)
 """Column-parallel: a weight ``[out, in]`` is split over output features."""
+
+WHOLE = Replicate()
+"""The same on every process."""
+
+Placements = dict[str, Placement]
 
 
 class Scheme(Protocol):
@@ -30,8 +51,8 @@ class Scheme(Protocol):
     def check(self, decoder: Decoder) -> None:
         """Check that every part can be swapped; raises a ``ValueError`` that names the part."""
 
-    def placements(self, decoder: Decoder) -> dict[str, Placement]:
-        """Return how each parameter is split, by its name in the decoder."""
+    def placements(self, decoder: Decoder, size: int) -> Placements:
+        """Return how each parameter is split over ``size`` processes, by its name in the decoder."""
 
     def swap(self, decoder: Decoder, group: str) -> None:
         """Replace the decoder's modules in place; their parameters are already shares."""
@@ -40,71 +61,180 @@ class Scheme(Protocol):
 class BottleneckScheme:
     """The hidden stream stays split over features; the only all-reduces are as wide as the bottleneck."""
 
-    def check(self, decoder: Decoder) -> None:
-        """Check that projections are factor pairs and norms are RMSNorms."""
-        layout = decoder.layout
-        for layer_name, layer in decoder.layers.items():
-            for group in layout.groups:
-                norm_eps(layer.get_submodule(group.norm), f"{layer_name}.{group.norm}")
-            for name in layout.projections():
-                check_projection(layer.get_submodule(name), f"{layer_name}.{name}")
-        norm_eps(decoder.part(layout.final_norm), layout.final_norm)
-        check_ends(decoder)
+    projection_kinds: tuple[type[Module], ...] = (LowRankLinear, Linear)
 
-    def placements(self, decoder: Decoder) -> dict[str, Placement]:
+    def check(self, decoder: Decoder) -> None:
+        """Check that projections are factor pairs or dense, norms RMSNorms, and that a pair is among them."""
+        _check_parts(decoder, self.projection_kinds)
+
+    def placements(self, decoder: Decoder, size: int) -> Placements:
         """Return how each parameter is split."""
         layout = decoder.layout
-        table: dict[str, Placement] = {
-            f"{layout.embedding}.weight": INPUT_FEATURES,
-            f"{layout.final_norm}.weight": OUTPUT_FEATURES,
-            f"{layout.head}.weight": OUTPUT_FEATURES,
-        }
-        for layer in decoder.layers:
+        table = _ends(decoder, norm=OUTPUT_FEATURES)
+        for layer_name, layer in decoder.layers.items():
             for group in layout.groups:
-                table[f"{layer}.{group.norm}.weight"] = OUTPUT_FEATURES
+                table[f"{layer_name}.{group.norm}.weight"] = OUTPUT_FEATURES
             for name in layout.projections():
-                table[f"{layer}.{name}.factor_a.weight"] = INPUT_FEATURES
-                table[f"{layer}.{name}.factor_b.weight"] = OUTPUT_FEATURES
-                table[f"{layer}.{name}.factor_b.bias"] = OUTPUT_FEATURES
+                path, module = f"{layer_name}.{name}", layer.get_submodule(name)
+                if isinstance(module, LowRankLinear):
+                    rows = _is_replicated(decoder, name, size)
+                    table[f"{path}.factor_a.weight"] = INPUT_FEATURES
+                    table[f"{path}.factor_b.weight"] = WHOLE if rows else OUTPUT_FEATURES
+                    table[f"{path}.factor_b.bias"] = WHOLE if rows else OUTPUT_FEATURES
+                else:
+                    table |= _dense(decoder, path, name, size, lone_bias=OUTPUT_FEATURES)
         return table
 
     def swap(self, decoder: Decoder, group: str) -> None:
         """Put the parallel twins in place."""
-        layout, root = decoder.layout, decoder.root
+        layout = decoder.layout
         for layer in decoder.layers.values():
             for projections in layout.groups:
-                _swap_group(layer, projections, decoder.hidden_size, group)
+                _swap_group(decoder, layer, projections, group)
+            for lone in layout.lone_projections:
+                module = layer.get_submodule(lone.projection)
+                twin: Module
+                if isinstance(module, LowRankLinear):
+                    twin = BottleneckParallelLinear(module, group, lone.chunk)
+                else:
+                    assert isinstance(module, Linear)
+                    twin = DenseParallelLinear(module, group, lone.chunk)
+                set_module(layer, lone.projection, twin)
+        embedding, final_norm = decoder.part(layout.embedding), decoder.part(layout.final_norm)
+        assert isinstance(embedding, Embedding)
+        eps = norm_eps(final_norm, layout.final_norm)
+        table: Module
+        if decoder.is_tied:
+            table = VocabularyParallelEmbedding(embedding, group, shard_features=True)
+        else:
+            table = FeatureShardedEmbedding(embedding)
+        _swap_head(decoder, group)
+        set_module(decoder.root, layout.embedding, table)
+        set_module(decoder.root, layout.final_norm, GatheredNorm(final_norm, eps, group))
+
+
+class FullRankScheme:
+    """Megatron's form: the hidden stream is whole on every process, all-reduces are as wide as it."""
+
+    projection_kinds: tuple[type[Module], ...] = (Linear,)
+
+    def check(self, decoder: Decoder) -> None:
+        """Check that projections are dense and norms RMSNorms."""
+        _check_parts(decoder, self.projection_kinds)
+
+    def placements(self, decoder: Decoder, size: int) -> Placements:
+        """Return how each parameter is split."""
+        table = _ends(decoder, norm=WHOLE)
+        for layer_name in decoder.layers:
+            for group in decoder.layout.groups:
+                table[f"{layer_name}.{group.norm}.weight"] = WHOLE
+            for name in decoder.layout.projections():
+                table |= _dense(decoder, f"{layer_name}.{name}", name, size, lone_bias=WHOLE)
+        return table
+
+    def swap(self, decoder: Decoder, group: str) -> None:
+        """Put the parallel twins in place."""
+        layout = decoder.layout
+        for layer in decoder.layers.values():
+            for projections in layout.groups:
+                for name in projections.projections:
+                    module = _linear(layer, name)
+                    rows = _own_rows(decoder, name, module.out_features, group)
+                    set_module(layer, name, ColumnParallelLinear(module, rows, group, projections.chunk))
+                _swap_norm(layer, projections.norm, group, projections.chunk)
             for lone in layout.lone_projections:
                 set_module(
-                    layer, lone.projection, BottleneckParallelLinear(_pair(layer, lone.projection), group, lone.chunk)
+                    layer, lone.projection, RowParallelLinear(_linear(layer, lone.projection), group, lone.chunk)
                 )
-        final_norm = decoder.part(layout.final_norm)
-        embedding, head = decoder.part(layout.embedding), decoder.part(layout.head)
-        assert isinstance(embedding, Embedding), "check() has seen to it"
-        assert isinstance(head, Linear), "check() has seen to it"
-        set_module(root, layout.embedding, FeatureShardedEmbedding(embedding))
-        set_module(root, layout.final_norm, GatheredNorm(final_norm, norm_eps(final_norm, layout.final_norm), group))
-        set_module(root, layout.head, VocabularyParallelHead(head, group))
-        if layout.loss and decoder.has_own_loss:
-            set_module(root, layout.loss, VocabularyParallelLoss(group))
+        embedding = decoder.part(layout.embedding)
+        assert isinstance(embedding, Embedding)
+        table: Module
+        if decoder.is_tied:
+            table = VocabularyParallelEmbedding(embedding, group, shard_features=False)
+        else:
+            table = GatheredEmbedding(embedding, group)
+        _swap_head(decoder, group)
+        set_module(decoder.root, layout.embedding, table)
+        _swap_norm(decoder.root, layout.final_norm, group, "head")
 
 
-def _swap_group(layer: Module, projections: ProjectionGroup, hidden_size: int, group: str) -> None:
-    members: list[ProjectionSlice] = []
-    for index, name in enumerate(projections.projections):
-        members.append(ProjectionSlice(_pair(layer, name), index, members))
-        set_module(layer, name, members[-1])
+SCHEMES: dict[str, Scheme] = {"bottleneck": BottleneckScheme(), "full_rank": FullRankScheme()}
+
+
+def scheme_for(decoder: Decoder) -> Scheme:
+    """Return the scheme of a decoder: ``bottleneck`` if any of its projections is a factor pair."""
+    modules = [layer.get_submodule(name) for layer in decoder.layers.values() for name in decoder.layout.projections()]
+    return SCHEMES["bottleneck" if any(isinstance(module, LowRankLinear) for module in modules) else "full_rank"]
+
+
+def _check_parts(decoder: Decoder, kinds: tuple[type[Module], ...]) -> None:
+    layout = decoder.layout
+    for layer_name, layer in decoder.layers.items():
+        for group in layout.groups:
+            norm_eps(layer.get_submodule(group.norm), f"{layer_name}.{group.norm}")
+        for name in layout.projections():
+            check_projection(layer.get_submodule(name), f"{layer_name}.{name}", *kinds)
+    norm_eps(decoder.part(layout.final_norm), layout.final_norm)
+    check_ends(decoder)
+    check_whole_model(decoder, set(scheme_for(decoder).placements(decoder, 2)))
+
+
+def _ends(decoder: Decoder, *, norm: Placement) -> Placements:
+    """Return the placements outside the layers; a weight that embedding and head share is split as the head's."""
+    layout = decoder.layout
+    return {
+        f"{layout.embedding}.weight": OUTPUT_FEATURES if decoder.is_tied else INPUT_FEATURES,
+        f"{layout.final_norm}.weight": norm,
+        f"{layout.head}.weight": OUTPUT_FEATURES,
+    }
+
+
+def _dense(decoder: Decoder, path: str, name: str, size: int, *, lone_bias: Placement) -> Placements:
+    """Return the placements of a dense projection: row-parallel where no norm is in front, else column-parallel."""
+    if name in [lone.projection for lone in decoder.layout.lone_projections]:
+        return {f"{path}.weight": INPUT_FEATURES, f"{path}.bias": lone_bias}
+    placement = WHOLE if _is_replicated(decoder, name, size) else OUTPUT_FEATURES
+    return {f"{path}.weight": placement, f"{path}.bias": placement}
+
+
+def _is_replicated(decoder: Decoder, name: str, size: int) -> bool:
+    _, key_value_heads = decoder.attention_heads
+    return name in decoder.layout.key_value_projections and key_value_heads < size
+
+
+def _own_rows(decoder: Decoder, name: str, out_features: int, group: str) -> Rows | None:
+    return decoder.own_key_value_rows(name, out_features, group_size(group), group_index(group))
+
+
+def _linear(layer: Module, name: str) -> Linear:
+    module = layer.get_submodule(name)
+    assert isinstance(module, Linear)
+    return module
+
+
+def _swap_group(decoder: Decoder, layer: Module, projections: ProjectionGroup, group: str) -> None:
+    members: list[GroupMember] = []
+    for name in projections.projections:
+        module = layer.get_submodule(name)
+        assert isinstance(module, LowRankLinear | Linear)
+        rows = _own_rows(decoder, name, module.out_features, group)
+        member = LowRankMember(module, rows) if isinstance(module, LowRankLinear) else DenseMember(module, rows)
+        member.join(members)
+        set_module(layer, name, member)
     norm = layer.get_submodule(projections.norm)
     eps = norm_eps(norm, projections.norm)
-    set_module(
-        layer, projections.norm, NormalizedProjections(norm, eps, members, hidden_size, group, projections.chunk)
-    )
+    twin = NormalizedProjections(norm, eps, members, decoder.hidden_size, group, projections.chunk)
+    set_module(layer, projections.norm, twin)
 
 
-def _pair(layer: Module, name: str) -> LowRankLinear:
-    pair = layer.get_submodule(name)
-    assert isinstance(pair, LowRankLinear)
-    return pair
+def _swap_norm(owner: Module, name: str, group: str, chunk: str) -> None:
+    norm = owner.get_submodule(name)
+    set_module(owner, name, ReplicatedNorm(norm, norm_eps(norm, name), group, chunk))
 
 
-SCHEMES: dict[str, Scheme] = {"bottleneck": BottleneckScheme()}
+def _swap_head(decoder: Decoder, group: str) -> None:
+    layout = decoder.layout
+    set_module(decoder.root, layout.head, VocabularyParallelHead(_linear(decoder.root, layout.head), group))
+    loss = decoder.own_loss
+    if layout.loss and loss is not None:
+        set_module(decoder.root, layout.loss, VocabularyParallelLoss(loss, group))

@@ -12,10 +12,8 @@ from torch.nn.functional import linear
 
 from lightning_boost.collectives import Label, all_gather
 from lightning_boost.model.norm import normalize
-from lightning_boost.tensor_parallel.bottleneck import NormalizedProjections, ProjectionSlice, gemm_dtype
+from lightning_boost.tensor_parallel.bottleneck import NormalizedProjections
 from lightning_boost.tensor_parallel.library import wide_dtype
-from lightning_boost.tensor_parallel.local_parameter import local
-from lightning_boost.tensor_parallel.ops import NormProjectReduce
 
 
 @dataclass(frozen=True)
@@ -40,13 +38,9 @@ def compare_with_exact(module: NormalizedProjections, x: Tensor, name: str) -> N
         x: Its input, ``[…, D/tp]``.
         name: For the report.
     """
-    members: tuple[ProjectionSlice, ...] = module.__dict__["members"]
-    weights: list[Tensor] = [member.factor_a.weight for member in members]
-    dtype = gemm_dtype(weights[0])
-    rows, shares = x.flatten(0, -2), [local(weight).to(dtype) for weight in weights]
-    online, _ = NormProjectReduce.apply(
-        rows, local(module.weight), module.eps, module.hidden_size, module.group, "verification", *shares
-    )
+    rows = x.flatten(0, -2)
+    online = module.latents(rows)
+    weights = [member.factor_a.weight for member in module.low_rank_members]
     gathered = all_gather(rows.contiguous(), module.group, Label("verification", "forward"))
     whole = gathered.transpose(0, 1).flatten(1)
     wide = whole.to(wide_dtype(whole.dtype))
@@ -69,7 +63,7 @@ def verify_norms(model: nn.Module) -> Iterator[list[NormDifference]]:
     handles = [
         module.register_forward_hook(hook_for(name))
         for name, module in model.named_modules()
-        if isinstance(module, NormalizedProjections)
+        if isinstance(module, NormalizedProjections) and module.low_rank_members
     ]
     try:
         yield differences

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_boost import collectives, gradients
 from lightning_boost.parity import check_parity
 from lightning_boost.strategy import boost
-from lightning_boost.tensor_parallel import bottleneck, ops, scheme, vocabulary
+from lightning_boost.tensor_parallel import bottleneck, gathered_norm, ops, scheme, vocabulary
 from tests.models import small_config
 from tests.processes import run_processes
 
@@ -142,7 +142,7 @@ def no_gradient_through_the_statistic():
 
 
 def no_gradient_through_the_last_statistic():
-    vocabulary.read_statistic = lambda columns, num_processes: torch.zeros_like(columns[..., :1])
+    gathered_norm.read_statistic = lambda columns, num_processes: torch.zeros_like(columns[..., :1])
 
 
 def activation_before_the_sum():
@@ -167,13 +167,14 @@ def bias_on_every_process():
     bottleneck.expand = expand
 
 
-def gate_and_up_swapped():
-    original = bottleneck.ProjectionSlice.__init__
+def keys_and_values_swapped():
+    original = bottleneck.GroupMember.forward
 
-    def init(self, pair, index, members):
-        original(self, pair, 1 - index if pair.out_features == small_config().intermediate_size else index, members)
+    def forward(self, outputs):
+        members = self.__dict__["members"]
+        return original(members[{1: 2, 2: 1}[self.index]] if len(members) == 3 and self.index else self, outputs)
 
-    bottleneck.ProjectionSlice.__init__ = init
+    bottleneck.GroupMember.forward = forward
 
 
 def vocabulary_offset_of_process_zero():
@@ -213,7 +214,7 @@ DEFECTS = (
     activation_before_the_sum,
     no_activation,
     bias_on_every_process,
-    gate_and_up_swapped,
+    keys_and_values_swapped,
     vocabulary_offset_of_process_zero,
     loss_over_all_tokens,
     norm_of_own_gradients_only,

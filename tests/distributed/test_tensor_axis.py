@@ -1,12 +1,14 @@
 """The model on the tensor axis against the one-process model, without a Trainer: values, gradients, counts."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from lightning_boost.collectives import count_collectives
-from lightning_boost.cost import block_traffic
+from lightning_boost.cost import layer_traffic
 from lightning_boost.gradients import clip_gradients_by_norm, global_gradient_norm
 from lightning_boost.model.loss import next_tokens
 from lightning_boost.tensor_parallel.statistic import statistic_columns
@@ -23,6 +25,42 @@ SHAPES = {
     "svd dropping the outer SiLU": {"low_rank": {"kind": "svd", "keep_outer_activation": False}},
     "biases and grouped queries": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
     "fewer tokens than processes can share": {"vocab_size": 5, "intermediate_size": 66},
+    "one key/value head": {"attention_bias": True, "num_key_value_heads": 1, "low_rank": {"bottleneck_size": 8}},
+    "tied embeddings": {"tie_word_embeddings": True},
+    "tied embeddings of few tokens": {"tie_word_embeddings": True, "vocab_size": 5},
+    "label smoothing": {"label_smoothing": 0.1, "vocab_size": 50},
+    "head size apart": {"head_dim": 12, "num_key_value_heads": 2},
+    "uneven bottlenecks": {
+        "low_rank": {
+            "attention_bottleneck_size": 11,
+            "mlp_bottleneck_size": 23,
+            "other_bottleneck_sizes": {"k_proj": 7, "layers.1.up_proj": 30, "layers.0": 13},
+        }
+    },
+    "dense among low-rank": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "num_key_value_heads": 1,
+        "low_rank": {
+            "bottleneck_size": 8,
+            "other_bottleneck_sizes": {
+                "layers.0.q_proj": "dense",
+                "layers.0.v_proj": "dense",
+                "layers.0.down_proj": "dense",
+                "layers.1.gate_proj": "dense",
+                "layers.1.up_proj": "dense",
+                "layers.1.o_proj": "dense",
+            },
+        },
+    },
+    "full rank": {"low_rank": {"kind": "full_rank"}},
+    "full rank, biases, one key/value head, tied": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "low_rank": {"kind": "full_rank"},
+    },
 }
 
 
@@ -103,9 +141,9 @@ def test_collectives_are_exactly_those_of_the_formula(size, dtype):
     config, rows, tokens = small_config(), 90, 12
     num_rows, layers, width = rows * tokens, config.num_hidden_layers, dtype.itemsize
     columns = statistic_columns(dtype, size)
+    formula = layer_traffic(config, 0, tensor_parallel_size=size, statistic_columns=columns)
     expected = {
-        ("all_reduce", chunk, pass_): (layers, layers * values * num_rows, layers * values * num_rows * width)
-        for (chunk, pass_), values in block_traffic(config.bottleneck_size, columns).items()
+        key: (layers, layers * values * num_rows, layers * values * num_rows * width) for key, values in formula.items()
     }
     share = config.hidden_size // size
     gathered = (num_rows + 1) * share
@@ -119,11 +157,38 @@ def test_collectives_are_exactly_those_of_the_formula(size, dtype):
         assert counted == expected
 
 
-def test_a_block_moves_seven_bottlenecks_each_way():
-    traffic = block_traffic(100, statistic_columns=8)
-    assert sum(values for (_, pass_), values in traffic.items() if pass_ == "forward") == 716
-    assert sum(values for (_, pass_), values in traffic.items() if pass_ == "backward") == 700
-    assert len(traffic) == 8
+@pytest.mark.parametrize(
+    ("kind", "launches", "forward", "backward"),
+    [("cola", 4, 7 * 15 + 2 * 8, 7 * 15), ("svd", 4, 7 * 15 + 2 * 8, 7 * 15), ("full_rank", 2, 2 * 64, 2 * 64)],
+)
+def test_the_formula_is_that_of_the_paper(kind, launches, forward, backward):
+    """Forward and backward 7R (and the statistic's columns) in 4 launches each; full rank 2D in 2."""
+    config = small_config(low_rank={"kind": kind})
+    traffic = layer_traffic(config, 0, tensor_parallel_size=2, statistic_columns=8)
+    for pass_, expected in (("forward", forward), ("backward", backward)):
+        values = [values for key, values in traffic.items() if key[2] == pass_]
+        assert len(values) == launches
+        assert sum(values) == expected
+
+
+def _layer_counts(config):
+    model = parallel_model(config, dist.get_world_size())
+    batch = masked_batch(config.vocab_size)
+    with count_collectives() as log:
+        model(**batch).backward()
+    return {tuple(key): traffic.values / batch["input_ids"].numel() for key, traffic in log.traffic.items()}
+
+
+@pytest.mark.parametrize("shape", ["dense among low-rank", "uneven bottlenecks", "full rank"])
+def test_mixed_layers_move_what_the_formula_says(shape):
+    config = small_config(**{**SHAPES[shape], "num_key_value_heads": 8})
+    expected = Counter()
+    for layer in range(config.num_hidden_layers):
+        expected += layer_traffic(config, layer, tensor_parallel_size=2, statistic_columns=8)
+    for counted in run_processes(_layer_counts, 2, config):
+        for key, values in expected.items():
+            # a gather in front of a dense projection carries γ as one more row
+            assert counted[key] == pytest.approx(values, rel=0.03 if key[0] == "all_gather" else 1e-12), key
 
 
 def _clipped():

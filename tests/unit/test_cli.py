@@ -24,7 +24,13 @@ def _error(capsys, *arguments):
             "Did you mean 'tensor_parallel_size'?",
         ),
         (("--model.config.num_attention_heads", "7"), "error: num_attention_heads (7) must divide hidden_size (256)"),
-        (("--trainer.devices", "3"), "error: tensor_parallel_size ('auto') must take all 3 processes"),
+        (
+            ("--trainer.strategy", "BoostParallelStrategy", "--trainer.strategy.tensor_parallel_size", "3"),
+            "error: tensor_parallel_size (3) must divide the number of processes (2",
+        ),
+        (("--model.config.vocab_size", "200"), "error: model.config.vocab_size (200) must be at least the tokenizer's"),
+        (("--ckpt_path", "nowhere.ckpt"), "error: ckpt_path (nowhere.ckpt) does not exist."),
+        (("--data.train_files", "missing.txt"), "error: text file missing.txt does not exist."),
         (("--trainer.precision", "16-true"), "error: precision ('16-true') must be one of"),
     ],
 )
@@ -39,6 +45,10 @@ def test_a_misspelt_key_in_a_file_is_told_with_the_nearest(capsys, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(QUICKSTART.read_text().replace("bottleneck_size:", "bottleneck_sise:"))
     assert "Did you mean 'model.config.low_rank.bottleneck_size'?" in _error(capsys, "fit", "--config", str(recipe))
+
+
+def test_a_wrong_value_of_a_command_is_told_in_one_sentence(capsys):
+    assert "error: steps (0) must be at least 1" in _error(capsys, "parity", "--steps", "0")
 
 
 def test_a_wrong_option_of_a_command_is_told_with_the_nearest(capsys):

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_boost.config import LlamaConfig, LowRankConfig
+from lightning_boost.config import PROJECTIONS, LlamaConfig, LowRankConfig
 from lightning_boost.cost import count_parameters
 from lightning_boost.mesh import ParallelSizes, legal_tensor_sizes, shard_bounds
 from tests.models import meta_model, small_config
@@ -14,7 +14,12 @@ from tests.models import meta_model, small_config
         ({"vocab_size": 0}, r"vocab_size \(0\) must be at least 1"),
         ({"num_attention_heads": 64}, r"\(1\) must be even"),
         ({"low_rank": {"bottleneck_size": 0}}, r"bottleneck_size \(0\) must be at least 1"),
-        ({"low_rank": {"bottleneck_size": 65}}, r"bottleneck_size \(65\) must not be above .* \(64"),
+        ({"low_rank": {"bottleneck_size": 65}}, r"bottleneck_size \(65\) of layers.0.q_proj must not be above .*64 in"),
+        ({"low_rank": {"attention_bottleneck_size": 0}}, r"attention_bottleneck_size \(0\) must be at least 1"),
+        ({"low_rank": {"other_bottleneck_sizes": {"q": 3}}}, r"names 'q'; a place is a projection \(q_proj"),
+        ({"low_rank": {"other_bottleneck_sizes": {"layers.2": 3}}}, r"'layers.2', and the last layer is layers.1"),
+        ({"label_smoothing": 1.0}, r"label_smoothing \(1.0\) must be at least 0 and below 1"),
+        ({"head_dim": 5}, r"head size \(5\) must be even"),
         ({"low_rank": {"kind": "lora"}}, r"kind \('lora'\) must be one of"),
     ],
 )
@@ -24,8 +29,31 @@ def test_bad_sizes_are_refused_with_the_rule(sizes, message):
 
 
 def test_bottleneck_size_is_a_quarter_of_the_hidden_size_unless_given():
-    assert LlamaConfig(hidden_size=512).bottleneck_size == 128
-    assert LlamaConfig(hidden_size=512, low_rank=LowRankConfig(bottleneck_size=100)).bottleneck_size == 100
+    assert LlamaConfig(hidden_size=512).bottleneck_size_of(0, "q_proj") == 128
+    given = LlamaConfig(hidden_size=512, low_rank=LowRankConfig(bottleneck_size=100))
+    assert given.bottleneck_size_of(0, "q_proj") == 100
+
+
+def test_the_most_precise_word_about_a_bottleneck_wins():
+    config = small_config(
+        low_rank={
+            "attention_bottleneck_size": 11,
+            "other_bottleneck_sizes": {"k_proj": 7, "layers.1": 9, "layers.1.up_proj": "dense"},
+        }
+    )
+    sizes = {(layer, name): config.bottleneck_size_of(layer, name) for layer in (0, 1) for name in PROJECTIONS}
+    assert sizes[0, "q_proj"] == 11
+    assert sizes[0, "k_proj"] == 7
+    assert sizes[0, "up_proj"] == 15
+    assert sizes[1, "k_proj"] == sizes[1, "q_proj"] == sizes[1, "down_proj"] == 9
+    assert sizes[1, "up_proj"] is None
+
+
+def test_the_default_is_cut_to_narrower_projections_with_one_note(caplog):
+    config = small_config(num_key_value_heads=1, low_rank={"bottleneck_size": None})
+    assert config.bottleneck_size_of(0, "k_proj") == 8
+    assert config.bottleneck_size_of(0, "q_proj") == 16
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == ["k_proj 8, v_proj 8"]
 
 
 def test_outer_activation_follows_the_kind_unless_given():
@@ -34,9 +62,17 @@ def test_outer_activation_follows_the_kind_unless_given():
     assert LowRankConfig(kind="cola", keep_outer_activation=True).has_outer_activation
 
 
+@pytest.mark.parametrize("kind", ["full_rank", "svd", "cola"])
 @pytest.mark.parametrize("biased", [False, True])
-def test_parameters_are_counted_as_the_model_has_them(biased):
-    config = small_config(num_key_value_heads=4, attention_bias=biased, mlp_bias=biased)
+def test_parameters_are_counted_as_the_model_has_them(biased, kind):
+    config = small_config(
+        num_key_value_heads=4,
+        head_dim=12,
+        attention_bias=biased,
+        mlp_bias=biased,
+        tie_word_embeddings=biased,
+        low_rank={"kind": kind, "other_bottleneck_sizes": {"layers.1.q_proj": "dense", "up_proj": 9}},
+    )
     counted = sum(parameter.numel() for parameter in meta_model(config).parameters())
     assert count_parameters(config) == counted
 

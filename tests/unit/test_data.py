@@ -34,12 +34,12 @@ def test_builtin_text_is_a_few_hundred_kilobytes_of_english():
 
 
 def test_held_out_documents_are_not_trained_on():
-    documents = [str(number) for number in range(25)]
-    rest, held_out = hold_out(documents, 10)
-    assert held_out == ["9", "19"]
+    documents = builtin_documents()
+    rest, held_out = hold_out(documents, 0.1)
     assert sorted(rest + held_out) == sorted(documents)
-    with pytest.raises(ValueError, match="every 10th of 3 documents"):
-        hold_out(documents[:3], 10)
+    assert 0.08 < sum(map(len, held_out)) / sum(map(len, documents)) <= 0.1
+    with pytest.raises(ValueError, match="3 documents cannot be split so that about 10% of the text is held out"):
+        hold_out(documents[:3], 0.1)
 
 
 def test_files_are_read_and_wrong_ones_named(tmp_path):
@@ -50,15 +50,15 @@ def test_files_are_read_and_wrong_ones_named(tmp_path):
     with pytest.raises(ValueError, match=r"bad.txt must be UTF-8; byte 2"):
         read_documents([bad])
     with pytest.raises(FileNotFoundError, match=r"missing.txt does not exist"):
-        read_documents([tmp_path / "missing.txt"])
+        TextDataModule(train_files=str(tmp_path / "missing.txt"))
 
 
 def test_data_module_gives_packed_batches_from_files(tmp_path):
     for name in ("train.txt", "validation.txt"):
         (tmp_path / name).write_text(name * 20)
     data = TextDataModule(
-        train_files=[tmp_path / "train.txt"],
-        validation_files=[tmp_path / "validation.txt"],
+        train_files=str(tmp_path / "train.txt"),
+        validation_files=[str(tmp_path / "validation.txt")],
         sequence_length=16,
         batch_size=3,
     )

@@ -78,9 +78,13 @@ def _trainer(**options):
 @pytest.mark.parametrize(
     ("strategy", "options", "message"),
     [
-        ({"tensor_parallel_size": 2}, {"devices": 3}, r"tensor_parallel_size \(2\) = 2 must equal .*\(3"),
+        ({"tensor_parallel_size": 2}, {"devices": 3}, r"tensor_parallel_size \(2\) must divide .*\(3"),
+        (
+            {"tensor_parallel_size": 2, "data_parallel_size": 2},
+            {"devices": 2},
+            r"data_parallel_size \(2\) × tensor_parallel_size \(2\) = 4 must equal .*\(2",
+        ),
         ({"tensor_parallel_size": 3}, {"devices": 3}, r"num_attention_heads \(8\) .*legal sizes: 1, 2, 4, 8"),
-        ({}, {"devices": 3}, r"tensor_parallel_size \('auto'\) must take all 3 processes .* allow 1, 2, 4, 8"),
         ({}, {"devices": 2, "precision": "16-true"}, r"precision \('16-true'\) must be one of 32-true"),
     ],
 )
@@ -114,6 +118,11 @@ def test_a_notebook_with_more_than_one_process_gets_the_reason(monkeypatch):
     with pytest.raises(ValueError, match=r"devices \(2\) must be 1 in a notebook: .*\.py file"):
         _trainer(strategy="boost", devices=2)
     _trainer(strategy="boost", devices=1)
+
+
+def test_an_unknown_data_axis_is_refused_at_construction():
+    with pytest.raises(ValueError, match=r"data_axis \('fsdp'\) must be one of 'replicate', 'shard', 'hybrid'"):
+        BoostParallelStrategy(data_axis="fsdp")
 
 
 def test_a_size_below_one_is_refused_at_construction():

@@ -1,0 +1,81 @@
+"""The data axis: replicas of the model that see different batches, kept equal by torch's own machinery.
+
+Every decoder layer, and then the whole model, becomes a unit of ``fully_shard`` or of its replicating form. Gradients
+are averaged over the axis while backward goes on.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from typing_extensions import override
+
+from lightning_boost.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS
+from lightning_boost.model.loss import count_valid, next_tokens
+
+DataAxis = Literal["replicate", "shard", "hybrid"]
+"""``replicate``: whole parameters on every replica; ``shard``: each holds a share and gathers a layer while it runs;
+``hybrid``: shared out inside a node, replicated across nodes."""
+
+
+def apply_data_axis(root: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, data_axis: DataAxis) -> None:
+    """Make a model one of several replicas, in place; its parameters become DTensors on the data axis as well.
+
+    Communication, once per optimizer step: ``replicate`` one all-reduce of the gradients of each unit; ``shard`` one
+    reduce-scatter, and an all-gather of the parameters before forward and before backward of each unit.
+
+    Args:
+        root: The model, whose ``forward`` is called.
+        layers: Its decoder layers.
+        mesh: All processes.
+        data_axis: How parameters are kept.
+    """
+    for unit in (*layers, root):
+        if data_axis == "replicate":
+            replicate(unit, mesh=mesh[DATA_AXIS])
+        else:
+            axes = mesh[REPLICATE_AXIS, SHARD_AXIS] if data_axis == "hybrid" else mesh[DATA_AXIS]
+            # the root's own parameters are used at both ends of forward: gathering them twice would gain nothing
+            fully_shard(unit, mesh=axes, reshard_after_forward=unit is not root)
+
+
+def set_gradient_sync(root: nn.Module, enabled: bool) -> None:
+    """Turn the averaging of gradients over the data axis on or off, for the backwards to come."""
+    if isinstance(root, FSDPModule):
+        root.set_requires_gradient_sync(enabled)
+
+
+class TokenWeightedLoss(nn.Module):
+    """In the loss's place: weigh a replica's mean so that the mean over replicas is that over all their valid tokens.
+
+    Without it a replica whose batch has few valid tokens would count as much as one with many. Evaluation is left
+    alone, since replicas may have different numbers of batches there; metrics weigh by tokens themselves.
+
+    Communication: one all-reduce of one number over the data axis in each forward that is trained on.
+
+    Args:
+        loss: Gives the mean over its own valid tokens.
+        mesh: The data axis.
+    """
+
+    def __init__(self, loss: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.loss = loss
+        self.__dict__["mesh"] = mesh
+
+    @override
+    def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
+        """Return this replica's share of the mean; arguments as ``NextTokenLoss``."""
+        loss: Tensor = self.loss(hidden, head_weight, labels)
+        if not torch.is_grad_enabled():
+            return loss
+        mesh: Any = self.__dict__["mesh"]
+        mine = count_valid(next_tokens(labels)).to(loss.dtype)
+        everyones = mine.clone()
+        dist.all_reduce(everyones, group=mesh.get_group())
+        weight: Tensor = mine * mesh.size() / everyones.clamp(min=1.0)
+        return loss * weight

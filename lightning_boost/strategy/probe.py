@@ -1,0 +1,57 @@
+"""A last check of a swap on the model itself: it must still compute what it did.
+
+The layout's names tell where parts are, not how a ``forward`` puts them together. One that reads a norm's output twice,
+or counts features where it should not, would train something else without a word.
+"""
+
+import torch
+from torch import Tensor, nn
+
+NUM_TOKENS = 16
+TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2}
+"""Relative error that splitting may cost. A defect costs more, and in fp32 is told apart from rounding by far."""
+
+
+@torch.no_grad()
+def probe(model: nn.Module, vocab_size: int) -> Tensor | None:
+    """Return the model's output on a few tokens, in evaluation mode; ``None`` if it cannot be had so.
+
+    Args:
+        model: Called with token ids ``[1, T]``; gives logits, or an object that holds them as ``logits``.
+        vocab_size: Ids stay below it.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return None
+    token_ids = (torch.arange(NUM_TOKENS, device=next(model.parameters()).device) % vocab_size)[None]
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        output = model(token_ids)
+    except TypeError:
+        # it takes something else than token ids
+        return None
+    finally:
+        for module, training in was_training.items():
+            module.training = training
+    output = getattr(output, "logits", output)
+    return output.detach().clone() if isinstance(output, Tensor) else None
+
+
+def check_probe(before: Tensor | None, after: Tensor | None, model: nn.Module) -> None:
+    """Check that a model's output is the same before and after the swap.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if before is None or after is None:
+        return
+    error = float("inf")
+    if before.shape == after.shape:
+        error = ((after.double() - before.double()).norm() / before.double().norm().clamp(min=1e-30)).item()
+    if not error <= TOLERANCES.get(before.dtype, TOLERANCES[torch.bfloat16]):
+        raise ValueError(
+            f"{type(model).__name__} computes something else once strategy 'boost' has split it: its output on"
+            f" {NUM_TOKENS} tokens is off by {error:.0e}. Its forward does more with a part than that part's place"
+            " allows: reads a norm's output beside the projections, scales it, or counts features or heads by the"
+            " configuration instead of by the tensor. See docs/your_own_model.md, or set tensor_parallel_size to 1."
+        )
