@@ -82,9 +82,10 @@ class TextDataModule(LightningDataModule):
 
     @override
     def val_dataloader(self) -> Loader:
-        """Return every held-out sequence once."""
+        """Return every held-out sequence once, over all replicas together."""
         assert self.validation_set is not None
-        return self._loader(self.validation_set, shuffle=False)
+        sampling = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {}
+        return self._loader(self.validation_set.padded_to(sampling.get("num_replicas", 1)), shuffle=False)
 
     @override
     def test_dataloader(self) -> Loader:

@@ -1,6 +1,7 @@
 """Documents packed into sequences of one length."""
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -37,6 +38,18 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         shape = (-1, sequence_length)
         self._input_ids = torch.tensor(ids + [tokenizer.end_of_document] * missing).view(shape)
         self._labels = torch.tensor(ids + [IGNORED_LABEL] * missing).view(shape)
+
+    def padded_to(self, multiple: int) -> "PackedDataset":
+        """Return the same sequences, and as many that hold nothing as make their number a multiple.
+
+        Replicas then get equally many without one being counted twice.
+        """
+        padded = copy(self)
+        missing = -len(self) % multiple
+        empty = self._input_ids[:1].expand(missing, -1)
+        padded._input_ids = torch.cat([self._input_ids, empty])
+        padded._labels = torch.cat([self._labels, torch.full_like(empty, IGNORED_LABEL)])
+        return padded
 
     def __len__(self) -> int:
         return len(self._input_ids)
