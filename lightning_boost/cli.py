@@ -15,12 +15,13 @@ from typing_extensions import override
 
 from lightning_boost.callbacks.run_summary import RunSummary
 from lightning_boost.callbacks.token_throughput import TokenThroughput
+from lightning_boost.commands.benchmark import benchmark
 from lightning_boost.commands.parity import parity
 from lightning_boost.data_module import TextDataModule
 from lightning_boost.language_model import LowRankLanguageModel
 from lightning_boost.strategy.boost import BoostParallelStrategy
 
-COMMANDS: dict[str, Callable[..., int]] = {"parity": parity}
+COMMANDS: dict[str, Callable[..., int]] = {"parity": parity, "benchmark": benchmark}
 """Commands beside Lightning's; each returns the exit code."""
 
 PROGRAM = "python -m lightning_boost"
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name, *rest = given
         parser = _command_parser(name)
         try:
-            sys.exit(COMMANDS[name](**vars(parser.parse_args(rest))))
+            sys.exit(COMMANDS[name](**parser.instantiate(parser.parse_args(rest)).as_dict()))
         except ValueError as error:
             parser.error(str(error))
     BoostCLI(
@@ -122,7 +123,7 @@ def _command_parser(name: str) -> _Parser:
     flags = [option for option, parameter in parameters.items() if parameter.default is False]
     description, *_ = (inspect.getdoc(command) or "").partition("\n\nArgs:")
     parser = _Parser(prog=f"{PROGRAM} {name}", description=description)
-    parser.add_function_arguments(command, skip=set(flags))
+    parser.add_function_arguments(command, as_positional=True, skip=set(flags))
     for flag in flags:
         parser.add_argument(f"--{flag}", action="store_true", help=_describe(command, flag))
     return parser

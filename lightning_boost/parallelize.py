@@ -11,7 +11,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from lightning_boost.collectives import register_group
 from lightning_boost.data_parallel import DataAxis, TokenWeightedLoss, apply_data_axis
 from lightning_boost.mesh import DATA_AXIS, TENSOR_AXIS, shard_bounds
-from lightning_boost.model.initialization import MakeValue, initial_values, replace_parameters, set_module
+from lightning_boost.model.initialization import (
+    InitialValue,
+    initial_values,
+    make_scratch,
+    replace_parameters,
+    set_module,
+)
 from lightning_boost.tensor_parallel.layout import Decoder
 from lightning_boost.tensor_parallel.scheme import scheme_for
 
@@ -73,7 +79,7 @@ def materialize(
                 " Build buffers on the CPU, or compute what they hold in forward."
             )
         buffer.copy_(_process_0s(buffer, device))
-    values = _initial_values(model, seed)
+    values, scratch = _initial_values(model, seed), make_scratch()
 
     def share_of(name: str, parameter: nn.Parameter) -> nn.Parameter:
         if placements is None and not parameter.is_meta:
@@ -85,9 +91,16 @@ def materialize(
                 f"parameter {name} has hooks on its gradient, which would see a share of it. Register them after the"
                 " Trainer has set up (on_fit_start), or set tensor_parallel_size to 1."
             )
-        value = values[name]() if parameter.is_meta else _process_0s(parameter, device)
-        placement = None if placements is None else placements.get(name, Replicate())
-        share = value.to(device) if placement is None else shard(value, mesh, placement, device)
+        placement = Replicate() if placements is None else placements.get(name, Replicate())
+        bounds = _bounds(parameter.shape, mesh, placement)
+        if parameter.is_meta:
+            share = values[name].share(*bounds, scratch).to(device)
+        else:
+            share = _cut(_process_0s(parameter, device), *bounds)
+        if placements is not None:
+            share = DTensor.from_local(
+                share, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+            )
         replacement = nn.Parameter(share, requires_grad=parameter.requires_grad)
         replacement.__dict__.update(parameter.__dict__)
         return replacement
@@ -95,18 +108,19 @@ def materialize(
     replace_parameters(model, share_of)
 
 
-def shard(value: Tensor, mesh: DeviceMesh, placement: Placement, device: torch.device) -> DTensor:
-    """Return the DTensor of a whole ``value`` that every process has, without communication."""
-    share = value
-    if isinstance(placement, Shard):
-        start, stop = shard_bounds(value.shape[placement.dim], mesh.size(), mesh.get_local_rank())
-        share = value.narrow(placement.dim, start, stop - start)
+def _bounds(shape: torch.Size, mesh: DeviceMesh, placement: Placement) -> tuple[int, int, int]:
+    """Return the dim that is cut, and where this process's share starts and stops; all of it where none is cut."""
+    if not isinstance(placement, Shard):
+        return 0, 0, shape[0]
+    return placement.dim, *shard_bounds(shape[placement.dim], mesh.size(), mesh.get_local_rank())
+
+
+def _cut(value: Tensor, dim: int, start: int, stop: int) -> Tensor:
     # a copy: a view would keep the whole value alive
-    share = share.to(device, copy=True).contiguous()
-    return DTensor.from_local(share, mesh, [placement], run_check=False, shape=value.shape, stride=value.stride())
+    return value.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
-def _initial_values(model: nn.Module, seed: int) -> dict[str, MakeValue]:
+def _initial_values(model: nn.Module, seed: int) -> dict[str, InitialValue]:
     if not any(parameter.is_meta for parameter in model.parameters()):
         return {}
     std = getattr(getattr(model, "config", None), "initializer_range", 0.02)

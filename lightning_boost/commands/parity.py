@@ -97,7 +97,11 @@ def parity(
             precision=precision,
             steps=steps,
         )
-    if dist.get_rank() != 0:
+    is_first = dist.get_rank() == 0
+    # together, so that none finds its peers gone while it still has something to say
+    dist.barrier()
+    dist.destroy_process_group()
+    if not is_first:
         # a process other than 0 that ends with an error would count as a crash
         return 0
     if json:
@@ -111,7 +115,7 @@ def _config(kind: LowRankKind, shape: str, keep_outer_activation: bool | None) -
     options = dict(SHAPES[shape])
     pairs = {name: options.pop(name) for name in list(options) if "bottleneck_size" in name}
     low_rank = {"kind": kind, "bottleneck_size": 15, "keep_outer_activation": keep_outer_activation, **pairs}
-    sizes = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 173, "num_hidden_layers": 3}
+    sizes: dict[str, Any] = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 173, "num_hidden_layers": 3}
     return LlamaConfig(**sizes, num_attention_heads=8, low_rank=LowRankConfig(**low_rank), **options)
 
 
@@ -168,7 +172,7 @@ def _cells(kind: str, shape: str, precision: str, steps: int) -> Iterator[dict[s
         }
         arguments = [f"--{name}={value}" for name, value in options.items()]
         command = [sys.executable, "-m", "lightning_boost", "parity", *arguments, "--json"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not done.stdout.strip():
             raise ValueError(f"shape {shape} on tensor {tensor} × data {data} did not run: {done.stderr[-2000:]}")
         report: dict[str, Any] = json_format.loads(done.stdout.splitlines()[-1])

@@ -5,16 +5,70 @@ draws exactly the values that one process would: the layout of a run does not ch
 """
 
 import hashlib
+import math
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lightning_boost.model.low_rank import LowRankLinear
 
-MakeValue = Callable[[], Tensor]
-"""Makes the whole initial value of one parameter, on the CPU."""
+BLOCK_ELEMENTS = 1 << 22
+"""Values that are drawn at a time; part of the rule, since other blocks would draw other values."""
+
+Draw = Callable[[Tensor, torch.Generator], Tensor]
+
+
+@dataclass(frozen=True)
+class InitialValue:
+    """How the initial value of one parameter is made, whole or in part."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    seed: int
+    draw: Draw
+
+    def whole(self) -> Tensor:
+        """Return the value, on the CPU."""
+        return self.share(0, 0, self.shape[0])
+
+    def share(self, dim: int, start: int, stop: int, scratch: Tensor | None = None) -> Tensor:
+        """Return ``value.narrow(dim, start, stop - start)`` without ever holding more of the rest than a block of rows.
+
+        Every share draws all blocks in order, and so the same values as the whole.
+
+        Args:
+            dim: That is cut.
+            start: Of the share.
+            stop: Of the share.
+            scratch: From ``make_scratch``, for many parameters: memory taken and given back for each would leave holes
+                in the heap between their shares.
+        """
+        row_elements = math.prod(self.shape[1:])
+        rows_of_block = max(1, BLOCK_ELEMENTS // max(1, row_elements))
+        if scratch is None or scratch.numel() < row_elements:
+            scratch = make_scratch(row_elements)
+        shape = [*self.shape[:dim], stop - start, *self.shape[dim + 1 :]]
+        share = torch.empty(shape, dtype=self.dtype, device="cpu")
+        generator = torch.Generator(device="cpu").manual_seed(self.seed)
+        for first in range(0, self.shape[0], rows_of_block):
+            last = min(first + rows_of_block, self.shape[0])
+            # drawn in fp32 and rounded, so that a bf16 run starts from the fp32 run's values
+            block = scratch[: (last - first) * row_elements].view(last - first, *self.shape[1:])
+            self.draw(block, generator)
+            if dim == 0:
+                low, high = max(first, start), min(last, stop)
+                if low < high:
+                    share[low - start : high - start] = block[low - first : high - first]
+            else:
+                share[first:last] = block.narrow(dim, start, stop - start)
+        return share
+
+
+def make_scratch(least: int = 0) -> Tensor:
+    """Return memory for one block of values."""
+    return torch.empty(max(BLOCK_ELEMENTS, least), dtype=torch.float32, device="cpu")
 
 
 @torch.no_grad()
@@ -30,8 +84,8 @@ def initialize(model: nn.Module, *, std: float = 0.02, seed: int | None = None) 
 
     def filled(name: str, parameter: nn.Parameter) -> nn.Parameter:
         if parameter.is_meta:
-            return nn.Parameter(values[name](), requires_grad=parameter.requires_grad)
-        parameter.copy_(values[name]())
+            return nn.Parameter(values[name].whole(), requires_grad=parameter.requires_grad)
+        parameter.copy_(values[name].whole())
         return parameter
 
     replace_parameters(model, filled)
@@ -53,7 +107,7 @@ def set_module(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(owner), leaf, module)
 
 
-def initial_values(model: nn.Module, *, std: float = 0.02, seed: int | None = None) -> dict[str, MakeValue]:
+def initial_values(model: nn.Module, *, std: float = 0.02, seed: int | None = None) -> dict[str, InitialValue]:
     """Return for every parameter of ``model`` how its initial value is made, under its name.
 
     ==============================  =====================================================================
@@ -71,17 +125,14 @@ def initial_values(model: nn.Module, *, std: float = 0.02, seed: int | None = No
     """
     seed = torch.initial_seed() if seed is None else seed
     owners = dict(model.named_modules())
-    values: dict[str, MakeValue] = {}
+    values: dict[str, InitialValue] = {}
     for name, parameter in model.named_parameters():
         owner_name, _, leaf = name.rpartition(".")
         pair = owners.get(owner_name.rpartition(".")[0])
         owner = pair if isinstance(pair, LowRankLinear) else owners[owner_name]
         draw = _draw_for(owner, leaf, name, std)
-        values[name] = partial(_make, draw, tuple(parameter.shape), parameter.dtype, _seed_of(name, seed))
+        values[name] = InitialValue(tuple(parameter.shape), parameter.dtype, _seed_of(name, seed), draw)
     return values
-
-
-Draw = Callable[[Tensor, torch.Generator], Tensor]
 
 
 def _draw_for(owner: nn.Module, leaf: str, name: str, std: float) -> Draw:
@@ -102,13 +153,6 @@ def _draw_for(owner: nn.Module, leaf: str, name: str, std: float) -> Draw:
         f"no initial value is known for parameter {name!r} of a {type(owner).__name__}."
         " Build the model with its weights instead of on the meta device; process 0's are then given to all."
     )
-
-
-def _make(draw: Draw, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    # drawn in fp32 and rounded, so that a bf16 run starts from the fp32 run's values; the device is named since a
-    # caller may have another default
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    return draw(torch.empty(shape, dtype=torch.float32, device="cpu"), generator).to(dtype)
 
 
 def _seed_of(name: str, seed: int) -> int:

@@ -1,0 +1,1 @@
+"""What is measured: ratios of interleaved runs, printed and never asserted."""

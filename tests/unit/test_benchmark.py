@@ -1,0 +1,44 @@
+import json
+
+import pytest
+
+from lightning_boost.benchmark.block import BlockSizes, measure_block
+from lightning_boost.benchmark.timing import Quartiles, ratios
+from lightning_boost.cli import main
+
+TINY = [
+    "--sizes.hidden_size=32",
+    "--sizes.intermediate_size=48",
+    "--sizes.bottleneck_size=8",
+    "--sizes.num_attention_heads=4",
+    "--sizes.sequence_length=8",
+    "--sizes.num_sequences=1",
+]
+
+
+def test_ratios_are_taken_repetition_by_repetition():
+    assert ratios([2.0, 9.0, 4.0], [1.0, 3.0, 1.0]) == Quartiles(2.5, 3.0, 3.5)
+
+
+def test_the_block_is_measured_under_every_scheme(capfd):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["benchmark", "block", "--repetitions=3", *TINY, "--json"])
+    assert exit_info.value.code == 0
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    quartiles = found["full_rank_over_bottleneck"]
+    assert 0 < quartiles["p25"] <= quartiles["median"] <= quartiles["p75"]
+    assert found["milliseconds"].keys() == {"full_rank", "bottleneck"}
+    assert found["machine"]["gemm_gflops_per_second"] > 0
+    assert found["sizes"]["processes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_processes": 10_000, "repetitions": 3}, "10000 processes need a core each"),
+        ({"num_processes": 1, "repetitions": 1}, r"repetitions \(1\) must be at least 2"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        measure_block(BlockSizes(), **options)
