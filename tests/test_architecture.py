@@ -59,6 +59,8 @@ MAY_ISSUE = {
     "parallelize": re.compile("broadcast"),  # process 0's weights, once
     "strategy": re.compile("all_reduce|broadcast_object_list"),  # votes and random state, not activations
     "data_parallel": re.compile("all_reduce"),  # token counts, on the data axis
+    "benchmark": re.compile("all_reduce|barrier"),  # what is measured, and to measure together
+    "commands": re.compile("barrier"),  # to end together
 }
 
 
