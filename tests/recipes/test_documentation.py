@@ -17,8 +17,8 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_boost import DecoderLayout, LowRankLinear, cli
-from lightning_boost.cost import block_traffic
+from lightning_boost import DecoderLayout, LlamaConfig, LowRankConfig, LowRankLinear, cli
+from lightning_boost.cost import layer_traffic
 from lightning_boost.model.norm import RMSNorm
 from lightning_boost.tensor_parallel.layout import find_decoder
 from tests.processes import run_processes
@@ -54,8 +54,12 @@ def _prose_of(text):
     return re.sub(r"``.+?``|`[^`\n]*`", "", re.sub(r"^    .*$", "", FENCED.sub("", text), flags=re.MULTILINE))
 
 
+def _blocks(page, language):
+    return [body for found, body in FENCED.findall(page.read_text()) if found == language]
+
+
 def _python_blocks(page):
-    return [body for language, body in FENCED.findall(page.read_text()) if language == "python"]
+    return _blocks(page, "python")
 
 
 # ---- links
@@ -192,7 +196,10 @@ def test_commands_parse(monkeypatch, capsys, command):
         "fit --config recipes/nothing.yaml",
         "validate --ckpt_pat x",
         "parity --kind full",
+        "parity --shape round",
         "parities",
+        "benchmark blocks",
+        "fit --config recipes/quickstart.yaml --trainer.strategy.data_axis shard",
     ],
 )
 def test_wrong_commands_do_not_parse(monkeypatch, capsys, command):
@@ -236,16 +243,25 @@ def test_the_first_screen_holds_what_a_newcomer_needs():
 
 
 def test_the_table_s_figures_are_those_of_its_formulas():
-    hidden, features, bottleneck = 4096, 11008, 1024
-    ours = block_traffic(bottleneck, statistic_columns=0)
-    figures = {
-        "full rank": f"{2 * hidden:,}",
-        "low rank, ordinary": f"{5 * hidden + 2 * features:,}",
-        "low rank, cut": f"{sum(values for (_, pass_), values in ours.items() if pass_ == 'forward'):,}",
-    }
+    hidden, features = 4096, 11008
+    launches, figures = {"low rank, ordinary": (7, 4)}, {"low rank, ordinary": 5 * hidden + 2 * features}
+    for row, kind in {"full rank": "full_rank", "low rank, cut": "cola"}.items():
+        low_rank = LowRankConfig(kind=kind, bottleneck_size=1024)
+        config = LlamaConfig(
+            hidden_size=hidden,
+            intermediate_size=features,
+            num_attention_heads=32,
+            num_hidden_layers=1,
+            low_rank=low_rank,
+        )
+        traffic = layer_traffic(config, 0, tensor_parallel_size=4, statistic_columns=0)
+        assert {operation for operation, _, _ in traffic} == {"all_reduce"}
+        forward = [values for (_, _, pass_), values in traffic.items() if pass_ == "forward"]
+        launches[row], figures[row] = (len(forward), len(traffic) - len(forward)), sum(forward)
     for row, figure in figures.items():
         line = next(line for line in README.read_text().splitlines() if line.startswith(f"| {row}"))
-        assert line.endswith(f" {figure} |")
+        assert "| {} + {} |".format(*launches[row]) in line
+        assert line.endswith(f" {figure:,} |")
 
 
 def _run_readme(folder):
@@ -274,18 +290,32 @@ def test_the_page_shows_the_example_verbatim():
     assert blocks[0] == EXAMPLE.read_text()
 
 
-def _run_example(devices):
+def _run_example(devices, block=None):
     spec = importlib.util.spec_from_file_location("own_model", EXAMPLE)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
+    if block is not None:
+        exec(compile(block, "your_own_model.md", "exec"), vars(example))
+        example.OwnModel = example.OwnModelWithoutLogits
     module = example.main(devices=devices, max_steps=3)
-    return module.trainer.callback_metrics["val_loss"].item()
+    return type(module).__name__, module.trainer.callback_metrics["val_loss"].item()
+
+
+def _same_loss_on_two_processes(block=None):
+    ((name, expected),) = run_processes(_run_example, 1, 1, block)
+    for found, loss in run_processes(_run_example, 2, 2, block):
+        assert found == name
+        assert loss == pytest.approx(expected, abs=1e-5)
+    return name, expected
 
 
 def test_the_example_trains_on_two_processes_as_on_one():
-    (expected,) = run_processes(_run_example, 1, 1)
-    for loss in run_processes(_run_example, 2, 2):
-        assert loss == pytest.approx(expected, abs=1e-5)
+    plain_name, plain = _same_loss_on_two_processes()
+    block = next(block for block in _python_blocks(ROOT / "docs" / "your_own_model.md") if "NextTokenLoss(" in block)
+    name, smoothed = _same_loss_on_two_processes(block)
+    assert (plain_name, name) == ("OwnModel", "OwnModelWithoutLogits")
+    # both start and learn alike; the smoothing alone sets them apart
+    assert 1e-3 < abs(smoothed - plain) < 1.0
 
 
 def _other_names():
@@ -309,6 +339,31 @@ def test_the_layout_of_the_page_finds_a_model_of_such_names():
     exec(compile(block, "your_own_model.md", "exec"), names)
     assert isinstance(names["layout"], DecoderLayout)
     assert find_decoder(_other_names(), names["layout"]).attention_heads == (16, 16)
+
+
+# ---- configurations
+
+
+YAML_BLOCKS = [block for page in PAGES for block in _blocks(page, "yaml")]
+
+
+def _code_of_a_run_with(monkeypatch, tmp_path, block):
+    """Lay a page's configuration over the quickstart's, and stop before anything is built."""
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "block.yaml").write_text(block)
+    return _parse(monkeypatch, ["fit", "--config", "recipes/quickstart.yaml", f"--config={tmp_path / 'block.yaml'}"])
+
+
+@pytest.mark.parametrize("block", YAML_BLOCKS)
+def test_yaml_blocks_are_configurations(monkeypatch, capsys, tmp_path, block):
+    assert _code_of_a_run_with(monkeypatch, tmp_path, block) == 0, capsys.readouterr().err
+
+
+def test_a_yaml_block_of_the_shapes_is_there_and_a_wrong_one_is_found(monkeypatch, tmp_path):
+    (block,) = (block for block in YAML_BLOCKS if "other_bottleneck_sizes" in block)
+    wrong = block.replace("tie_word_embeddings", "tied_word_embeddings")
+    assert wrong != block
+    assert _code_of_a_run_with(monkeypatch, tmp_path, wrong) == 2
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
