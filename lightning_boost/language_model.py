@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLRSchedulerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
@@ -104,8 +104,8 @@ class LowRankLanguageModel(LightningModule):
         # no values yet: a strategy may want to make only its share of them
         with torch.device("meta"):
             self.model = LlamaForCausalLM(config)
-        self.val_loss, self.test_loss = TokenLoss(), TokenLoss()
-        self.val_perplexity, self.test_perplexity = Perplexity(), Perplexity()
+        self.metrics = nn.ModuleDict()
+        self._set_names = [""]
 
     @override
     def configure_model(self) -> None:
@@ -124,8 +124,23 @@ class LowRankLanguageModel(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Check that the data fits the vocabulary."""
-        self.check_vocabulary(getattr(self.trainer, "datamodule", None))
+        """Check that the data fits the vocabulary, and make metrics for its sets."""
+        datamodule = getattr(self.trainer, "datamodule", None)
+        self.check_vocabulary(datamodule)
+        self._set_names = getattr(datamodule, "validation_names", None) or [""]
+        for index in range(len(self._set_names)):
+            for stage_name in ("val", "test"):
+                self._metric(stage_name, "loss", index)
+                self._metric(stage_name, "perplexity", index)
+
+    def _metric(self, stage: str, quantity: str, index: int) -> TokenLoss:
+        """Return the metric of a set, made if it is not there yet."""
+        key = f"{stage}_{quantity}_{index}"
+        if key not in self.metrics:
+            self.metrics[key] = (Perplexity() if quantity == "perplexity" else TokenLoss()).to(self.device)
+        metric = self.metrics[key]
+        assert isinstance(metric, TokenLoss)
+        return metric
 
     def check_vocabulary(self, datamodule: object) -> None:
         """Check that the model has a token for every id of the data.
@@ -154,25 +169,28 @@ class LowRankLanguageModel(LightningModule):
         return loss
 
     @override
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add a batch to ``val_loss`` and ``val_perplexity``."""
-        self._evaluate(batch, "val", self.val_loss, self.val_perplexity)
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add a batch to ``val_loss`` and ``val_perplexity``, of a named set to ``val_loss/name`` and so on."""
+        self._evaluate(batch, "val", dataloader_idx)
 
     @override
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add a batch to ``test_loss`` and ``test_perplexity``."""
-        self._evaluate(batch, "test", self.test_loss, self.test_perplexity)
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add a batch to ``test_loss`` and ``test_perplexity``, of a named set to ``test_loss/name`` and so on."""
+        self._evaluate(batch, "test", dataloader_idx)
 
-    def _evaluate(self, batch: Batch, name: str, token_loss: TokenLoss, perplexity: Perplexity) -> None:
+    def _evaluate(self, batch: Batch, stage: str, index: int) -> None:
         loss = self.model(**batch)
         num_tokens = count_valid(next_tokens(batch["labels"]))
-        token_loss.update(loss, num_tokens)
-        perplexity.update(loss, num_tokens)
-        self.log(f"{name}_loss", token_loss, prog_bar=True)
-        self.log(f"{name}_perplexity", perplexity)
+        set_name = self._set_names[index] if index < len(self._set_names) else str(index)
+        suffix = f"/{set_name}" if set_name else ""
+        for quantity in ("loss", "perplexity"):
+            metric = self._metric(stage, quantity, index)
+            metric.update(loss, num_tokens)
+            is_shown = quantity == "loss" and not suffix
+            self.log(f"{stage}_{quantity}{suffix}", metric, prog_bar=is_shown, add_dataloader_idx=False)
 
     @override
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Return logits ``[B, T, V]``."""
         return self.forward(batch["input_ids"])
 

@@ -32,6 +32,7 @@ UPPER = {"__init__", *(part for part, number in FLOOR_OF.items() if number >= 4)
 CONFINED = {
     "triton": {"kernels"},
     "datasets": {"data"},
+    "tokenizers": {"data"},
     "lightning": UPPER,
     "torchmetrics": UPPER,
     "rich": UPPER,

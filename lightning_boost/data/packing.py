@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_boost.config import IGNORED_LABEL
-from lightning_boost.data.tokenizers import ByteTokenizer
+from lightning_boost.data.tokenizers import Tokenizer
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
@@ -27,7 +27,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         ValueError: If the length is below 2 or there is no text.
     """
 
-    def __init__(self, documents: Sequence[str], tokenizer: ByteTokenizer, sequence_length: int) -> None:
+    def __init__(self, documents: Sequence[str], tokenizer: Tokenizer, sequence_length: int) -> None:
         if sequence_length < 2:
             raise ValueError(f"sequence_length ({sequence_length}) must be at least 2: each token predicts the next.")
         ids = [token for text in documents for token in (*tokenizer.encode(text), tokenizer.end_of_document)]

@@ -1,6 +1,7 @@
 """Where documents come from."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 
@@ -26,18 +27,34 @@ def check_files(paths: Iterable[str]) -> None:
 
 
 def read_documents(paths: Iterable[str]) -> list[str]:
-    """Read text files, one document each, in the given order.
+    """Read files in the given order: a text file is one document, each line of a ``.jsonl`` file is one.
+
+    A line holds an object whose ``text`` is the document.
 
     Raises:
-        ValueError: If a file is not UTF-8.
+        ValueError: If a file is not UTF-8, or a line is no such object.
     """
-    documents = []
+    documents: list[str] = []
     for path in map(Path, paths):
         try:
-            documents.append(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"text file {path} must be UTF-8; byte {error.start} is not.") from error
+        documents += _json_lines(text, path) if path.suffix == ".jsonl" else [text]
     return documents
+
+
+def _json_lines(text: str, path: Path) -> Iterator[str]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)["text"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            document = None
+        if not isinstance(document, str):
+            raise ValueError(f'line {number} of {path} must be an object with a "text", such as {{"text": "…"}}.')
+        yield document
 
 
 def hold_out(documents: Sequence[str], share: float) -> tuple[list[str], list[str]]:

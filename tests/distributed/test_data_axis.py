@@ -211,7 +211,7 @@ def _validate():
     strategy = BoostParallelStrategy(1, data_axis="shard")
     trainer = trainer_for(strategy=strategy, use_distributed_sampler=True)
     loss = trainer.validate(module, data, verbose=False)[0]["val_loss"]
-    return loss, len(data.validation_set)
+    return loss, len(data.held_out[""])
 
 
 def test_validation_counts_every_sequence_once():

@@ -2,6 +2,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_boost.data_module import TextDataModule
 from lightning_boost.language_model import LowRankLanguageModel, Perplexity, _warmup_then_cosine
 from tests.models import small_config
 
@@ -61,3 +62,15 @@ def test_it_trains_without_this_package_s_strategy_too():
 def test_negative_values_are_refused(option):
     with pytest.raises(ValueError, match=rf"{option} \(-1\) must not be negative"):
         LowRankLanguageModel(small_config(), **{option: -1})
+
+
+def test_every_validation_set_has_a_loss_of_its_own(tmp_path):
+    (tmp_path / "a.txt").write_text("aaaa" * 40)
+    (tmp_path / "b.txt").write_text("some other text " * 20)
+    sets = {"": [str(tmp_path / "a.txt")], "b": [str(tmp_path / "b.txt")]}
+    data = TextDataModule(validation_files=sets, sequence_length=16, batch_size=4)
+    module = LowRankLanguageModel(small_config(vocab_size=257, num_hidden_layers=1))
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    found = {name: value for result in trainer.validate(module, data, verbose=False) for name, value in result.items()}
+    assert found.keys() == {"val_loss", "val_perplexity", "val_loss/b", "val_perplexity/b"}
+    assert found["val_loss"] != found["val_loss/b"]
