@@ -67,6 +67,11 @@ class BoostCLI(LightningCLI):
     """``fit``, ``validate``, ``test`` and ``predict``; wrong values are told in one sentence before anything starts."""
 
     @override
+    def _parse_ckpt_path(self) -> None:
+        # Lightning would read the hyper-parameters of a file; a checkpoint here is a directory
+        return
+
+    @override
     def instantiate_classes(self) -> None:
         """Build model, data and Trainer."""
         try:
@@ -88,8 +93,9 @@ class BoostCLI(LightningCLI):
                 strategy.check_before_start()
         except ValueError as error:
             self._refuse(error)
-        if checkpoint not in (None, "best", "last", "hpc", "registry") and not Path(checkpoint).exists():
-            self._refuse(f"ckpt_path ({checkpoint}) does not exist.")
+        if checkpoint not in (None, "best", "last", "hpc", "registry") and not Path(checkpoint).is_dir():
+            is_file = "is a single file, and must be a directory that this strategy saved"
+            self._refuse(f"ckpt_path ({checkpoint}) {is_file if Path(checkpoint).exists() else 'does not exist'}.")
 
     before_fit = before_validate = before_test = before_predict = _check
 

@@ -25,8 +25,9 @@ DataAxis = Literal["replicate", "shard", "hybrid"]
 def apply_data_axis(root: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, data_axis: DataAxis) -> None:
     """Make a model one of several replicas, in place; its parameters become DTensors on the data axis as well.
 
-    Communication, once per optimizer step: ``replicate`` one all-reduce of the gradients of each unit; ``shard`` one
-    reduce-scatter, and an all-gather of the parameters before forward and before backward of each unit.
+    Communication: once per optimizer step, an all-reduce of the gradients of each unit (``replicate``) or a
+    reduce-scatter (``shard``); with ``shard`` also an all-gather of a unit's parameters before each of its forwards and
+    backwards.
 
     Args:
         root: The model, whose ``forward`` is called.

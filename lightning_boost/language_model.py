@@ -165,7 +165,7 @@ class LowRankLanguageModel(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean loss of a batch."""
         loss: Tensor = self.model(**batch)
-        self.log("train_loss", loss, prog_bar=True)
+        self.log("train_loss", loss, prog_bar=True, sync_dist=True)
         return loss
 
     @override

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
@@ -327,7 +327,8 @@ def _train_on_layout(
     precision: Precision,
     steps: int,
 ) -> Trajectory:
-    torch.manual_seed(SEED)
+    # not torch's own: Lightning seeds anew from what seed_everything has left in the environment
+    seed_everything(SEED, verbose=False)
     with torch.device("meta"):
         module = _RecordingModule(LlamaForCausalLM(config), optimizer_name, steps)
     trainer = Trainer(

@@ -143,7 +143,7 @@ class RunSummary(Callback):
     def _rows(self, trainer: Trainer, pl_module: LightningModule) -> Iterator[Row]:
         config = _config(pl_module)
         size = pl_module.device_mesh[TENSOR_AXIS].size() if pl_module.device_mesh is not None else 1
-        yield "layout", f"{size} processes share each layer" if size > 1 else "one process"
+        yield "layout", str(getattr(trainer.strategy, "sizes", "one process"))
         yield "model", _describe(config)
         low, full = count_parameters(config), count_parameters(config, full_rank=True)
         yield "parameters", f"{low:,}; with full-rank matrices {full:,} ({full / low:.2f} times as many)"
@@ -204,6 +204,6 @@ def _communication(log: CollectiveLog, config: LlamaConfig, tokens: int, size: i
         expected = [values for formula in formulas for key, values in formula.items() if key[2] == pass_]
         yield (
             f"{pass_}, a block",
-            f"{counted.launches / layers:g} collectives, {counted.values / layers / tokens:g} values per token counted;"
-            f" formula {len(expected) / layers:g} and {sum(expected) / layers:g}",
+            f"{counted.launches / layers:g} collectives, {counted.values / layers / tokens:.0f} values per token"
+            f" counted; formula {len(expected) / layers:g} and {sum(expected) / layers:.0f}",
         )

@@ -78,7 +78,7 @@ def hold_out(documents: Sequence[str], share: float) -> tuple[list[str], list[st
             rest.append(document)
     if not held_out or not rest:
         raise ValueError(
-            f"{len(documents)} documents cannot be split so that about {share:.0%} of the text is held out; give more"
+            f"{len(documents)} document(s) cannot be split so that about {share:.0%} of the text is held out; give more"
             " training files, or name validation_files."
         )
     return rest, held_out

@@ -1,7 +1,7 @@
 """``Trainer(strategy="boost")``: bottleneck-aware parallel training of an unchanged LightningModule."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ class BoostParallelStrategy(ModelParallelStrategy):
                 f"precision ({precision!r}) must be one of {', '.join(PRECISIONS)} with strategy 'boost': the range of"
                 " fp16 does not hold the sums of squares that online RMSNorm carries. Take 'bf16-true' or 'bf16-mixed'."
             )
-        self.requested.check_world(self._num_all_processes)
+        self.requested.check_world(self._num_all_processes, self.num_nodes)
         module = self._module
         try:
             decoder = find_decoder(module, self.layout)
@@ -198,9 +198,13 @@ class BoostParallelStrategy(ModelParallelStrategy):
     def _spread(self, decoder: Decoder) -> None:
         """Replace the decoder's layers, and check on the model itself that nothing changed."""
         vocab_size = decoder.root.get_parameter(f"{decoder.layout.head}.weight").shape[0]
-        before = probe(decoder.root, vocab_size) if self.sizes.tensor_parallel_size > 1 else None
-        # all processes must have seen the same weights
-        before = self.broadcast(before) if before is not None else None
+        before = None
+        if self.sizes.tensor_parallel_size > 1:
+            with suppress(Exception):
+                # whatever keeps a model from taking bare token ids only keeps it from being probed
+                before = probe(decoder.root, vocab_size)
+            # the processes' weights may differ still: process 0's are the ones that count
+            before = self.broadcast(before)
         parallelize(
             decoder,
             self.device_mesh,
@@ -243,6 +247,32 @@ class BoostParallelStrategy(ModelParallelStrategy):
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         norm = clip_gradients_by_norm(self.precision_plugin.main_params(optimizer), clip_val)
         self.gradient_norm = norm.item()
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``training_step``; on a data axis, see to it that the model was called as a whole.
+
+        Raises:
+            RuntimeError: If its parts were called past its ``forward``: torch then averages no gradients of theirs.
+        """
+        if self.sizes.data_parallel_size == 1:
+            return super().training_step(*args, **kwargs)
+        assert self._root is not None
+        calls: list[bool] = []
+        handle = self._root.register_forward_pre_hook(lambda *_: calls.append(True))
+        try:
+            result = super().training_step(*args, **kwargs)
+        finally:
+            handle.remove()
+        if not calls:
+            raise RuntimeError(
+                f"training_step did not call {type(self._root).__name__} but only parts of it. With data_parallel_size"
+                " above 1 gradients are averaged as the whole model is called: give it a forward that does what"
+                " training_step needs, and call that."
+            )
+        return result
 
     # ---- backward ------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2}
 
 @torch.no_grad()
 def probe(model: nn.Module, vocab_size: int) -> Tensor | None:
-    """Return the model's output on a few tokens, in evaluation mode; ``None`` if it cannot be had so.
+    """Return the model's output on a few tokens, in evaluation mode; ``None`` if it gives none, or has no weights yet.
 
     Args:
         model: Called with token ids ``[1, T]``; gives logits, or an object that holds them as ``logits``.
@@ -27,9 +27,6 @@ def probe(model: nn.Module, vocab_size: int) -> Tensor | None:
     model.eval()
     try:
         output = model(token_ids)
-    except TypeError:
-        # it takes something else than token ids
-        return None
     finally:
         for module, training in was_training.items():
             module.training = training

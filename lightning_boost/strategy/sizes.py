@@ -27,12 +27,17 @@ class RequestedSizes:
         if self.data_axis not in ("replicate", "shard", "hybrid"):
             raise ValueError(f"data_axis ({self.data_axis!r}) must be one of 'replicate', 'shard', 'hybrid'.")
 
-    def check_world(self, world_size: int) -> None:
+    def check_world(self, world_size: int, num_nodes: int) -> None:
         """Check what can be checked before the model is known.
 
         Raises:
-            ValueError: If the given sizes cannot multiply to ``world_size``.
+            ValueError: If the given sizes cannot multiply to ``world_size``, or the data axis needs more nodes.
         """
+        if self.data_axis == "hybrid" and num_nodes == 1:
+            raise ValueError(
+                "data_axis ('hybrid') must be 'shard' or 'replicate' on one node: it shares out inside a node and"
+                " replicates across nodes."
+            )
         given = [size for size in (self.tensor_parallel_size, self.data_parallel_size) if size != "auto"]
         if len(given) == 2:
             self._sizes(*given, num_nodes=1).check_world(world_size)
@@ -58,7 +63,7 @@ class RequestedSizes:
             ValueError: If the model does not allow the sizes, or they do not multiply to all processes.
         """
         world_size = num_processes * num_nodes
-        self.check_world(world_size)
+        self.check_world(world_size, num_nodes)
         given_tensor, given_data = self.tensor_parallel_size, self.data_parallel_size
         if given_tensor == "auto":
             left = world_size if given_data == "auto" else world_size // given_data

@@ -281,7 +281,8 @@ class FeatureShardedEmbedding(nn.Module):
 
 def activate(z: Tensor, pairs: Sequence[FactorPair]) -> Tensor:
     """Apply each pair's σ to its part of the latents ``[N, R]``; once for all where they agree."""
-    if len({type(pair.activation) for pair in pairs}) == 1:
+    # by what they print, which tells an exact GELU from an approximate one
+    if len({repr(pair.activation) for pair in pairs}) == 1:
         activated: Tensor = pairs[0].activation(z)
         return activated
     parts = z.split([pair.bottleneck_size for pair in pairs], -1)

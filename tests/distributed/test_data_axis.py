@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_boost import BoostParallelStrategy, LowRankLanguageModel, TextDataModule, data_parallel
@@ -221,3 +222,22 @@ def test_validation_counts_every_sequence_once():
     for size in (2, 4):
         for loss, _ in run_processes(_validate, size):
             assert loss == pytest.approx(expected, abs=1e-6)
+
+
+class _PastForward(UsersModule):
+    def _loss(self, batch):
+        logits = self.net.lm_head(self.net.model(batch["input_ids"]))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def _error_of(make_module, tensor):
+    try:
+        trainer_for(strategy=BoostParallelStrategy(tensor)).fit(make_module(), loader())
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_calling_parts_of_the_model_past_its_forward_is_refused():
+    for error in run_processes(_error_of, 4, _PastForward, 2):
+        assert "training_step did not call" in error

@@ -85,6 +85,7 @@ def _trainer(**options):
             r"data_parallel_size \(2\) × tensor_parallel_size \(2\) = 4 must equal .*\(2",
         ),
         ({"tensor_parallel_size": 3}, {"devices": 3}, r"num_attention_heads \(8\) .*legal sizes: 1, 2, 4, 8"),
+        ({"data_axis": "hybrid"}, {"devices": 2}, r"data_axis \('hybrid'\) must be 'shard' or 'replicate' on one node"),
         ({}, {"devices": 2, "precision": "16-true"}, r"precision \('16-true'\) must be one of 32-true"),
     ],
 )

@@ -1,0 +1,16 @@
+"""What holds for every test: none leaves anything behind for the next."""
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """Give each test the environment as it was (Lightning keeps its seed there) and see that no group stays open."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+    assert not dist.is_initialized(), "a process group was started in the process that runs the tests"
