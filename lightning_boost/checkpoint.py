@@ -43,8 +43,9 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state, flat, under the names of the parameters."""
-    return get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    """Return an optimizer's state, flat, under the names of the parameters; nothing before its first step."""
+    # torch would take a step to make one, and so change the training that is saved
+    return get_optimizer_state_dict(model, optimizer, options=_OPTIONS) if optimizer.state else {}
 
 
 def save_checkpoint(path: Path, tensors: dict[str, Any], trainer_state: dict[str, Any]) -> None:
@@ -65,10 +66,16 @@ def save_checkpoint(path: Path, tensors: dict[str, Any], trainer_state: dict[str
         unfinished.mkdir(parents=True)
     dist.barrier()
     dcp.save(tensors, checkpoint_id=unfinished)
+    outcome: list[str | None] = [None]
     if is_first:
-        _write_trainer_state(trainer_state, unfinished / TRAINER_STATE_FILE)
-        _publish(unfinished, path)
-    dist.barrier()
+        outcome[0] = _write_trainer_state(trainer_state, unfinished / TRAINER_STATE_FILE)
+        if outcome[0] is None:
+            _publish(unfinished, path)
+        else:
+            shutil.rmtree(unfinished)
+    dist.broadcast_object_list(outcome)
+    if outcome[0] is not None:
+        raise ValueError(outcome[0])
 
 
 def load_checkpoint(
@@ -90,7 +97,11 @@ def load_checkpoint(
     """
     path = _existing(path)
     state = {"state_dict": model_state(model)}
-    state |= {f"optimizer_{index}": optimizer_state(model, optimizer) for index, optimizer in enumerate(optimizers)}
+    state |= {
+        f"optimizer_{index}": get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        for index, optimizer in enumerate(optimizers)
+    }
+    trainer_state = _read_trainer_state(path / TRAINER_STATE_FILE)
     try:
         reader = PlainReader(path)
         _check_tensors(reader.read_metadata(), state["state_dict"], path, strict=strict)
@@ -101,7 +112,7 @@ def load_checkpoint(
     set_model_state_dict(model, state["state_dict"], options=StateDictOptions(strict=strict))
     for index, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(model, optimizer, state[f"optimizer_{index}"], options=_OPTIONS)
-    return _read_trainer_state(path / TRAINER_STATE_FILE)
+    return trainer_state
 
 
 def _existing(path: Path) -> Path:
@@ -150,20 +161,25 @@ def _some(names: Any) -> str:
     return ", ".join(listed[:5]) + more if listed else "nothing"
 
 
-def _write_trainer_state(trainer_state: dict[str, Any], path: Path) -> None:
+def _write_trainer_state(trainer_state: dict[str, Any], path: Path) -> str | None:
+    """Write what is no tensor and read it again; return what is wrong with it."""
     torch.save(trainer_state, path)
     try:
         _read_trainer_state(path)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            "the checkpoint would not load again: a module's hyper-parameters or a callback's state holds an object"
-            f" that is no plain type. Keep plain types in save_hyperparameters and state_dict. ({error})"
-        ) from None
+    except ValueError as error:
+        return (
+            "the checkpoint would not load again: a module's hyper-parameters, a scheduler or a callback holds an"
+            f" object that is no plain type. Keep plain types in save_hyperparameters and state_dict. ({error})"
+        )
+    return None
 
 
 def _read_trainer_state(path: Path) -> dict[str, Any]:
-    with torch.serialization.safe_globals(_OWN_TYPES):
-        trainer_state: dict[str, Any] = torch.load(path, weights_only=True)
+    try:
+        with torch.serialization.safe_globals(_OWN_TYPES):
+            trainer_state: dict[str, Any] = torch.load(path, weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
     return trainer_state
 
 

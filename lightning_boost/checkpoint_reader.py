@@ -54,7 +54,8 @@ class PlainReader(FileSystemReader):
         try:
             description = (Path(self.path) / ".metadata").read_bytes()
             metadata: Metadata = _DescriptionUnpickler(io.BytesIO(description)).load()
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
+        except Exception as error:
+            # a damaged pickle fails in any way there is
             raise ValueError(f"the description of checkpoint {self.path} cannot be read: {error}") from None
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id

@@ -102,9 +102,15 @@ class TextDataModule(LightningDataModule):
 
     @override
     def train_dataloader(self) -> Loader:
-        """Return shuffled training batches, a short last one left out."""
+        """Return shuffled training batches, a short last one left out; those of streams go on without end.
+
+        Raises:
+            ValueError: If nothing would end a run on streams.
+        """
         if self.train_set is not None:
             return self._loader(self.train_set, shuffle=True)
+        if self.trainer and self.trainer.max_steps == -1 and self.trainer.limit_train_batches == 1.0:
+            raise ValueError("trainer.max_steps must be given with train_streams: they begin anew when they end.")
         sampling = self._sampling
         stream = PackedStream(
             self.train_streams,
@@ -130,8 +136,8 @@ class TextDataModule(LightningDataModule):
 
     @override
     def predict_dataloader(self) -> list[Loader]:
-        """Return the held-out sequences."""
-        return self.val_dataloader()
+        """Return the held-out sequences, and none beside them."""
+        return [self._loader(packed, shuffle=False) for packed in self.held_out.values()]
 
     @property
     def _sampling(self) -> dict[str, Any]:

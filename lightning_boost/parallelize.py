@@ -78,25 +78,26 @@ def materialize(
                 f"buffer {name} is on the meta device, where it has no values to start from."
                 " Build buffers on the CPU, or compute what they hold in forward."
             )
-        buffer.copy_(_process_0s(buffer, device))
+        buffer.copy_(process_0s(buffer, device))
     values, scratch = _initial_values(model, seed), make_scratch()
 
     def share_of(name: str, parameter: nn.Parameter) -> nn.Parameter:
-        if placements is None and not parameter.is_meta:
-            # kept as it is, with its hooks and attributes; it only moves
-            parameter.data = _process_0s(parameter, device)
-            return parameter
-        if parameter._backward_hooks:
+        has_hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if has_hooks and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"parameter {name} has hooks on its gradient, which would see a share of it. Register them after the"
-                " Trainer has set up (on_fit_start), or set tensor_parallel_size to 1."
+                " Trainer has set up (on_fit_start), or set devices to 1."
             )
+        if placements is None and not parameter.is_meta:
+            # kept as it is, with its hooks and attributes; it only moves
+            parameter.data = process_0s(parameter, device)
+            return parameter
         placement = Replicate() if placements is None else placements.get(name, Replicate())
         bounds = _bounds(parameter.shape, mesh, placement)
         if parameter.is_meta:
             share = values[name].share(*bounds, scratch).to(device)
         else:
-            share = _cut(_process_0s(parameter, device), *bounds)
+            share = _cut(process_0s(parameter, device), *bounds)
         if placements is not None:
             share = DTensor.from_local(
                 share, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
@@ -127,7 +128,7 @@ def _initial_values(model: nn.Module, seed: int) -> dict[str, InitialValue]:
     return initial_values(model, std=std, seed=seed)
 
 
-def _process_0s(tensor: Tensor, device: torch.device) -> Tensor:
+def process_0s(tensor: Tensor, device: torch.device) -> Tensor:
     """Return process 0's values of a tensor, on the device on which the process group communicates."""
     # a copy without gaps: gloo would overwrite what lies between the elements of a view
     value = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)

@@ -134,10 +134,12 @@ def check_parity(
         steps: Optimizer steps.
 
     Raises:
-        ValueError: If ``steps`` is below 1.
+        ValueError: If ``steps`` is below 1, or the replicas cannot share the batch evenly.
     """
     if steps < 1:
         raise ValueError(f"steps ({steps}) must be at least 1: without a step nothing is compared.")
+    if data_parallel_size != "auto" and BATCH_SIZE % data_parallel_size:
+        raise ValueError(f"data_parallel_size ({data_parallel_size}) must divide the batch of {BATCH_SIZE} rows.")
     runs = []
     for name in OPTIMIZERS:
         strategy = BoostParallelStrategy(

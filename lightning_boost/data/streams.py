@@ -41,8 +41,8 @@ class StreamSource:
 class PackedStream(IterableDataset[dict[str, Tensor]]):
     """A mixture of streams, shuffled in a window, tokenized and packed; each replica sees its own part.
 
-    What is read depends on the seed, the sources and the number of replicas, and on nothing else. The stream ends with
-    the first of its sources that does.
+    What is read depends on the seed, the sources and the number of replicas, and on nothing else. When the first of the
+    sources ends the mixture begins anew, so no replica, however short its part, lets the others wait.
 
     Args:
         sources: Parts of the mixture.
@@ -52,6 +52,10 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
         shuffle_window: Documents among which the next one is drawn; 1 keeps the order.
         num_replicas: Replicas.
         replica: Which of them this is.
+        repeat: Whether to begin anew without end.
+
+    Raises:
+        ValueError: If the sources hold too little for one sequence.
     """
 
     def __init__(
@@ -64,7 +68,9 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
         shuffle_window: int,
         num_replicas: int,
         replica: int,
+        repeat: bool = True,
     ) -> None:
+        self.repeat = repeat
         self.tokenizer = tokenizer
         self.sequence_length = sequence_length
         self.documents = _mixed(sources, seed, shuffle_window, num_replicas, replica)
@@ -72,13 +78,24 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
     @override
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield ``input_ids`` and ``labels``, each ``[T]``."""
-        ids: list[int] = []
-        for document in self.documents:
-            ids += [*self.tokenizer.encode(document["text"]), self.tokenizer.end_of_document]
-            while len(ids) >= self.sequence_length:
-                sequence = torch.tensor(ids[: self.sequence_length])
+        num_yielded = -1
+        while self.repeat or num_yielded < 0:
+            num_yielded = 0
+            for sequence in self._once():
+                num_yielded += 1
                 yield {"input_ids": sequence, "labels": sequence}
-                ids = ids[self.sequence_length :]
+            if self.repeat and num_yielded == 0:
+                raise ValueError(
+                    f"a replica's part of the streams holds less than one sequence ({self.sequence_length})."
+                )
+
+    def _once(self) -> Iterator[Tensor]:
+        rest: list[int] = []
+        for document in self.documents:
+            ids = [*rest, *self.tokenizer.encode(document["text"]), self.tokenizer.end_of_document]
+            whole = len(ids) - len(ids) % self.sequence_length
+            yield from torch.tensor(ids[:whole], dtype=torch.long).view(-1, self.sequence_length)
+            rest = ids[whole:]
 
 
 def _mixed(sources: Sequence[StreamSource], seed: int, window: int, num_replicas: int, replica: int) -> Any:

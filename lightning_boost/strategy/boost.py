@@ -25,9 +25,10 @@ from lightning_boost import checkpoint as checkpoints
 from lightning_boost.data_parallel import DataAxis, set_gradient_sync
 from lightning_boost.gradients import clip_gradients_by_norm
 from lightning_boost.mesh import DATA_AXIS, TENSOR_AXIS, AutoSize, ParallelSizes, build_mesh
-from lightning_boost.parallelize import parallelize
+from lightning_boost.parallelize import parallelize, process_0s
 from lightning_boost.strategy.faults import report_failure
 from lightning_boost.strategy.lightning_internals import IS_INTERACTIVE, CheckedLauncher
+from lightning_boost.strategy.module_checks import check_none_outside, check_optimizers, check_same_dtype
 from lightning_boost.strategy.probe import check_probe, probe
 from lightning_boost.strategy.sizes import RequestedSizes
 from lightning_boost.tensor_parallel.layout import Decoder, DecoderLayout, find_decoder
@@ -130,10 +131,12 @@ class BoostParallelStrategy(ModelParallelStrategy):
     def _resolve_sizes(self, decoder: Decoder) -> ParallelSizes:
         """Check the decoder and return the mesh's sizes for it."""
         already: ParallelSizes | None = decoder.root.__dict__.get(_SIZES)
+        if already is not None:
+            self.requested.check_same(already)
         if already is None:
             sizes = self.requested.resolve(decoder, self.num_processes, self.num_nodes)
             if sizes.world_size > 1:
-                _check_none_outside(self._module, decoder)
+                check_none_outside(self._module, decoder)
             return sizes
         already.check_world(self._num_all_processes)
         return already
@@ -175,7 +178,13 @@ class BoostParallelStrategy(ModelParallelStrategy):
         if self._device_mesh is None:
             self._device_mesh = build_mesh(sizes, self.root_device.type)
         module._device_mesh = self._device_mesh
+        before = next(decoder.root.parameters()).dtype
         self.model = self.precision_plugin.convert_module(module)
+        if _SIZES in decoder.root.__dict__ and sizes.data_parallel_size > 1:
+            check_same_dtype(before, next(decoder.root.parameters()).dtype)
+        for buffer in module.buffers():
+            if not buffer.is_meta:
+                buffer.copy_(process_0s(buffer, buffer.device))
         if _SIZES not in decoder.root.__dict__:
             self._spread(decoder)
             decoder.root.__dict__[_SIZES] = sizes
@@ -202,7 +211,10 @@ class BoostParallelStrategy(ModelParallelStrategy):
         if self.sizes.tensor_parallel_size > 1:
             with suppress(Exception):
                 # whatever keeps a model from taking bare token ids only keeps it from being probed
-                before = probe(decoder.root, vocab_size)
+                before, again = probe(decoder.root, vocab_size), probe(decoder.root, vocab_size)
+                if before is not None and again is not None and not torch.equal(before, again):
+                    # it draws random numbers in evaluation too
+                    before = None
             # the processes' weights may differ still: process 0's are the ones that count
             before = self.broadcast(before)
         parallelize(
@@ -223,20 +235,7 @@ class BoostParallelStrategy(ModelParallelStrategy):
             ValueError: If an optimizer holds parameters from before.
         """
         super().setup_optimizers(trainer)
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        held = [
-            parameter
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
-        stale = sum(id(parameter) not in names for parameter in held)
-        if stale:
-            raise ValueError(
-                f"configure_optimizers returned an optimizer with {stale} of {len(held)} parameters that are not the"
-                " module's: it was built before strategy 'boost' replaced them. Build it inside configure_optimizers,"
-                " from self.parameters()."
-            )
+        check_optimizers(self._module, self.optimizers)
 
     @override
     def setup_precision_plugin(self) -> None:
@@ -365,17 +364,6 @@ class BoostParallelStrategy(ModelParallelStrategy):
         report_failure(exception, self.global_rank, self._num_runs)
         if isinstance(self._launcher, CheckedLauncher):
             self._launcher.end_children(_CHILDREN_GRACE_SECONDS)
-
-
-def _check_none_outside(module: LightningModule, decoder: Decoder) -> None:
-    """Check that the decoder holds every parameter of the module: others would not be kept equal over processes."""
-    inside = {id(parameter) for parameter in decoder.root.parameters()}
-    outside = [name for name, parameter in module.named_parameters() if id(parameter) not in inside]
-    if outside:
-        raise ValueError(
-            f"parameters {', '.join(outside[:5])} stand outside the decoder, and cannot be trained on several processes"
-            " yet: they would not be kept equal. Set devices to 1."
-        )
 
 
 def _local_path(path: Any) -> Path:

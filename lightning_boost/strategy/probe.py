@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 NUM_TOKENS = 16
-TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2}
-"""Relative error that splitting may cost. A defect costs more, and in fp32 is told apart from rounding by far."""
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-10, torch.bfloat16: 0.5}
+"""Relative error that splitting may cost a deep model with large weights. Defects that matter cost more; in bf16 only
+coarse ones are told apart from rounding."""
 
 
 @torch.no_grad()
@@ -24,13 +25,19 @@ def probe(model: nn.Module, vocab_size: int) -> Tensor | None:
         return None
     token_ids = (torch.arange(NUM_TOKENS, device=next(model.parameters()).device) % vocab_size)[None]
     was_training = {module: module.training for module in model.modules()}
+    buffers = {buffer: buffer.clone() for buffer in model.buffers()}
     model.eval()
     try:
-        output = model(token_ids)
+        with torch.random.fork_rng():
+            output = model(token_ids)
     finally:
         for module, training in was_training.items():
             module.training = training
+        for buffer, value in buffers.items():
+            buffer.copy_(value)
     output = getattr(output, "logits", output)
+    if isinstance(output, tuple) and output:
+        output = output[0]
     return output.detach().clone() if isinstance(output, Tensor) else None
 
 

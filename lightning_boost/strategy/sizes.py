@@ -48,6 +48,20 @@ class RequestedSizes:
                 f" set devices to a multiple of {given[0]}, or the size to a divisor of {world_size}."
             )
 
+    def check_same(self, sizes: ParallelSizes) -> None:
+        """Check that a model that an earlier Trainer has spread is wanted as it is.
+
+        Raises:
+            ValueError: If other sizes are given now.
+        """
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            wanted, there = getattr(self, name), getattr(sizes, name)
+            if wanted not in ("auto", there):
+                raise ValueError(
+                    f"{name} ({wanted}) must be {there}: an earlier Trainer has spread this module so. Build the module"
+                    " anew for another layout; checkpoints load on any."
+                )
+
     def resolve(self, decoder: Decoder, num_processes: int, num_nodes: int) -> ParallelSizes:
         """Return the mesh's sizes for a model.
 

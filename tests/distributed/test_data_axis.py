@@ -71,7 +71,6 @@ def mean_of_means():
 
 
 def no_average():
-    boost.set_gradient_sync = data_parallel.set_gradient_sync
     spread = boost.BoostParallelStrategy._spread
 
     def without(self, decoder):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_boost import BoostParallelStrategy
 from lightning_boost.config import LlamaConfig
 from tests.models import gradient_errors, masked_batch, one_process_model, parallel_model, small_config, whole
 from tests.processes import run_processes
@@ -94,9 +95,8 @@ class _ScaledNorm(_Changed):
 class _SecondReader(_Changed):
     @staticmethod
     def change(layer):
-        norm, original = layer.input_layernorm, layer.self_attn.forward
+        original = layer.self_attn.forward
         layer.self_attn.forward = lambda hidden: original(hidden) * (1 + 0.1 * hidden[..., :1])
-        assert norm is not None
 
 
 class _HeadsFromConstant(_Changed):
@@ -245,8 +245,9 @@ class _Unsafe(UsersModule):
 
 
 def test_hyper_parameters_that_would_not_load_are_refused_when_saved(tmp_path):
-    errors = run_processes(_save_on_first, 1, tmp_path / "a.ckpt")
-    assert "the checkpoint would not load again" in errors[0]
+    for error in run_processes(_save_on_first, 2, tmp_path / "a.ckpt"):
+        assert "the checkpoint would not load again" in error
+    assert not list(tmp_path.iterdir())
 
 
 def _save_on_first(path):
@@ -312,3 +313,41 @@ def _gathered():
 
 def test_all_gather_gives_one_value_for_each_replica():
     assert run_processes(_gathered, 2) == pytest.approx([1.0, 1.0])
+
+
+class _SavesFirst(UsersModule):
+    def on_train_start(self):
+        self.trainer.save_checkpoint(self.path)
+
+
+def _losses(path):
+    torch.manual_seed(0)
+    module = _SavesFirst() if path else UsersModule()
+    module.path = path
+    trainer_for(max_steps=3, max_epochs=-1).fit(module, loader())
+    return module.losses
+
+
+def test_saving_before_the_first_step_changes_nothing(tmp_path):
+    assert run_processes(_losses, 2, tmp_path / "a.ckpt") == run_processes(_losses, 2, None)
+
+
+def _other_sizes():
+    module = UsersModule()
+    trainer_for(max_steps=1).fit(module, loader())
+    try:
+        trainer_for(strategy=BoostParallelStrategy(1)).fit(module, loader())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_another_layout_for_a_module_that_is_spread_is_refused():
+    assert "tensor_parallel_size (1) must be 2" in run_processes(_other_sizes, 2)[0]
+
+
+@pytest.mark.parametrize("damaged", [b"", b"\x80\x04junk", b"c\xff\xfe\n"])
+def test_a_damaged_description_is_told(tmp_path, damaged):
+    run_processes(_save, 1, tmp_path / "a.ckpt")
+    (tmp_path / "a.ckpt" / ".metadata").write_bytes(damaged)
+    assert "cannot be read" in run_processes(_load, 1, tmp_path / "a.ckpt")[0]

@@ -1,5 +1,6 @@
 import json
 from collections import Counter
+from itertools import islice
 
 import pytest
 import tokenizers
@@ -124,7 +125,7 @@ def streams(tmp_path):
 
 
 def _read(streams, vocabulary, **options):
-    given = {"seed": 0, "shuffle_window": 1, "num_replicas": 1, "replica": 0, **options}
+    given = {"seed": 0, "shuffle_window": 1, "num_replicas": 1, "replica": 0, "repeat": False, **options}
     stream = PackedStream(streams, load_tokenizer(str(vocabulary)), 2, **given)
     return [sequence["input_ids"].tolist() for sequence in stream]
 
@@ -144,6 +145,16 @@ def test_replicas_share_a_stream_without_overlap(streams, vocabulary):
     parts = [_read(streams, vocabulary, num_replicas=2, replica=replica) for replica in (0, 1)]
     assert [len(part) for part in parts] == [len(whole) // 2 + len(whole) % 2, len(whole) // 2]
     assert [parts[index % 2][index // 2] for index in range(len(whole))] == whole
+
+
+def test_a_stream_begins_anew_so_that_no_replica_waits(streams, vocabulary):
+    """known_failures A55."""
+    stream = PackedStream(
+        streams, load_tokenizer(str(vocabulary)), 2, seed=0, shuffle_window=1, num_replicas=1, replica=0
+    )
+    once = _read(streams, vocabulary)
+    more = [sequence["input_ids"].tolist() for sequence in islice(stream, 2 * len(once))]
+    assert more == once + once
 
 
 def test_a_source_without_weight_is_refused():

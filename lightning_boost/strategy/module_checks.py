@@ -1,0 +1,54 @@
+"""What a LightningModule must be to be trained as on one process, where its decoder alone does not tell."""
+
+from collections.abc import Sequence
+
+import torch
+from lightning.pytorch import LightningModule
+from torch.optim import Optimizer
+
+from lightning_boost.tensor_parallel.layout import Decoder
+
+
+def check_optimizers(module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
+    """Check that optimizers hold the module's parameters as they are now.
+
+    Raises:
+        ValueError: If one holds parameters from before the swap.
+    """
+    names = {id(parameter) for parameter in module.parameters()}
+    held = [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+    stale = sum(id(parameter) not in names for parameter in held)
+    if stale:
+        raise ValueError(
+            f"configure_optimizers returned an optimizer with {stale} of {len(held)} parameters that are not the"
+            " module's: it was built before strategy 'boost' replaced them. Build it inside configure_optimizers,"
+            " from self.parameters()."
+        )
+
+
+def check_none_outside(module: LightningModule, decoder: Decoder) -> None:
+    """Check that the decoder holds every parameter of the module: others would not be kept equal over processes.
+
+    Raises:
+        ValueError: If there are others.
+    """
+    inside = {id(parameter) for parameter in decoder.root.parameters()}
+    outside = [name for name, parameter in module.named_parameters() if id(parameter) not in inside]
+    if outside:
+        raise ValueError(
+            f"parameters {', '.join(outside[:5])} stand outside the decoder, and cannot be trained on several processes"
+            " yet: they would not be kept equal. Set devices to 1."
+        )
+
+
+def check_same_dtype(before: torch.dtype, now: torch.dtype) -> None:
+    """Check that a module that is spread over replicas goes on in the dtype it was spread in.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if before != now:
+        raise ValueError(
+            f"a module that was trained on several replicas in {before} cannot go on in {now}: torch keeps its units'"
+            " first dtype. Save a checkpoint, build the module anew and load it."
+        )
