@@ -104,7 +104,8 @@ def load_checkpoint(
     trainer_state = _read_trainer_state(path / TRAINER_STATE_FILE)
     try:
         reader = PlainReader(path)
-        _check_tensors(reader.read_metadata(), state["state_dict"], path, strict=strict)
+        metadata = reader.read_metadata()
+        _check_tensors(metadata, state["state_dict"], path, strict=strict)
         dcp.load(state, storage_reader=reader, planner=PlainPlanner(allow_partial_load=True))
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
@@ -112,7 +113,16 @@ def load_checkpoint(
     set_model_state_dict(model, state["state_dict"], options=StateDictOptions(strict=strict))
     for index, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(model, optimizer, state[f"optimizer_{index}"], options=_OPTIONS)
+        _drop_invented_state(model, optimizer, f"optimizer_{index}.state.", metadata)
     return trainer_state
+
+
+def _drop_invented_state(model: nn.Module, optimizer: Optimizer, prefix: str, metadata: Metadata) -> None:
+    """Forget state that torch made for parameters of which the checkpoint has none: it counts a step never taken."""
+    saved = [name.removeprefix(prefix) for name in metadata.state_dict_metadata if name.startswith(prefix)]
+    for name, parameter in model.named_parameters():
+        if not any(entry.startswith(f"{name}.") for entry in saved):
+            optimizer.state.pop(parameter, None)
 
 
 def _existing(path: Path) -> Path:

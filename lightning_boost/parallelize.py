@@ -78,7 +78,6 @@ def materialize(
                 f"buffer {name} is on the meta device, where it has no values to start from."
                 " Build buffers on the CPU, or compute what they hold in forward."
             )
-        buffer.copy_(process_0s(buffer, device))
     values, scratch = _initial_values(model, seed), make_scratch()
 
     def share_of(name: str, parameter: nn.Parameter) -> nn.Parameter:

@@ -310,7 +310,7 @@ class _RecordingModule(LightningModule):
         strategy = self.trainer.strategy
         assert isinstance(strategy, BoostParallelStrategy)
         assert strategy.gradient_norm is not None
-        self.trajectory.gradient_norms.append(strategy.gradient_norm)
+        self.trajectory.gradient_norms.append(strategy.gradient_norm.item())
 
     @override
     def on_train_end(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -78,15 +79,19 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
     @override
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield ``input_ids`` and ``labels``, each ``[T]``."""
-        num_yielded = -1
-        while self.repeat or num_yielded < 0:
-            num_yielded = 0
+        for epoch in count():
+            # another order of the window's documents each time
+            self.documents.set_epoch(epoch)
+            is_empty = True
             for sequence in self._once():
-                num_yielded += 1
+                is_empty = False
                 yield {"input_ids": sequence, "labels": sequence}
-            if self.repeat and num_yielded == 0:
+            if not self.repeat:
+                return
+            if is_empty:
                 raise ValueError(
-                    f"a replica's part of the streams holds less than one sequence ({self.sequence_length})."
+                    f"a replica's part of the streams holds less than one sequence ({self.sequence_length} tokens):"
+                    " give more text, or set sequence_length lower."
                 )
 
     def _once(self) -> Iterator[Tensor]:

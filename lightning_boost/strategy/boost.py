@@ -84,7 +84,7 @@ class BoostParallelStrategy(ModelParallelStrategy):
 
         self._root: Module | None = None
         self._num_runs = 0
-        self.gradient_norm: float | None = None
+        self.gradient_norm: Tensor | None = None
         """Global norm at the last clipping, before it."""
 
         self.layout = layout
@@ -133,13 +133,12 @@ class BoostParallelStrategy(ModelParallelStrategy):
         already: ParallelSizes | None = decoder.root.__dict__.get(_SIZES)
         if already is not None:
             self.requested.check_same(already)
-        if already is None:
-            sizes = self.requested.resolve(decoder, self.num_processes, self.num_nodes)
-            if sizes.world_size > 1:
-                check_none_outside(self._module, decoder)
-            return sizes
-        already.check_world(self._num_all_processes)
-        return already
+            already.check_world(self._num_all_processes)
+            return already
+        sizes = self.requested.resolve(decoder, self.num_processes, self.num_nodes)
+        if sizes.world_size > 1:
+            check_none_outside(self._module, decoder)
+        return sizes
 
     @property
     def _num_all_processes(self) -> int:
@@ -182,9 +181,6 @@ class BoostParallelStrategy(ModelParallelStrategy):
         self.model = self.precision_plugin.convert_module(module)
         if _SIZES in decoder.root.__dict__ and sizes.data_parallel_size > 1:
             check_same_dtype(before, next(decoder.root.parameters()).dtype)
-        for buffer in module.buffers():
-            if not buffer.is_meta:
-                buffer.copy_(process_0s(buffer, buffer.device))
         if _SIZES not in decoder.root.__dict__:
             self._spread(decoder)
             decoder.root.__dict__[_SIZES] = sizes
@@ -217,6 +213,9 @@ class BoostParallelStrategy(ModelParallelStrategy):
                     before = None
             # the processes' weights may differ still: process 0's are the ones that count
             before = self.broadcast(before)
+        for buffer in self._module.buffers():
+            if not buffer.is_meta:
+                buffer.copy_(process_0s(buffer, self.root_device))
         parallelize(
             decoder,
             self.device_mesh,
@@ -244,8 +243,7 @@ class BoostParallelStrategy(ModelParallelStrategy):
         setattr(self.precision_plugin, Precision.clip_grad_by_norm.__name__, self._clip_by_norm)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        norm = clip_gradients_by_norm(self.precision_plugin.main_params(optimizer), clip_val)
-        self.gradient_norm = norm.item()
+        self.gradient_norm = clip_gradients_by_norm(self.precision_plugin.main_params(optimizer), clip_val)
 
     # ---- training ------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ a norm                ``NormalizedProjections``: γ, every ``A`` that reads the 
                       every ``B``; gives the projections' outputs side by side
 such a projection     ``LowRankMember``, ``DenseMember``: takes its own part of them
 o, down               ``BottleneckParallelLinear``: ``A``, one all-reduce, σ, ``B``
-a dense o, down       ``DenseParallelLinear``: a reduce-scatter over features
+a dense o, down       ``RowParallelLinear``: a reduce-scatter over features
 the embedding         ``FeatureShardedEmbedding``
 ====================  =================================================================================
 
@@ -25,7 +25,7 @@ from torch.nn.functional import embedding, linear
 from typing_extensions import override
 
 from lightning_boost.model.low_rank import LowRankLinear
-from lightning_boost.tensor_parallel.dense import Rows, ScatterFeatures, SplitReader, num_rows, own_rows
+from lightning_boost.tensor_parallel.dense import Rows, SplitReader, num_rows, own_rows
 from lightning_boost.tensor_parallel.gathered_norm import NormGather
 from lightning_boost.tensor_parallel.library import gemm_dtype
 from lightning_boost.tensor_parallel.local_parameter import local
@@ -231,34 +231,6 @@ class BottleneckParallelLinear(FactorPair):
         z = ProjectReduce.apply(x.flatten(0, -2), factor_a.to(gemm_dtype(factor_a)), self.group, self.chunk)
         y = expand(activate(z, [self]), [self], self.group, self.chunk)
         return y.view(*x.shape[:-1], y.shape[-1])
-
-
-class DenseParallelLinear(nn.Module):
-    """A dense linear whose input is sharded over features and whose output is too (o, down).
-
-    Communication: forward one reduce-scatter of ``N out`` values, backward one all-gather of ``N out/tp``.
-
-    Args:
-        layer: The projection that is replaced; this process's share of its weight is ``[out, in/tp]``, of its bias
-            ``[out/tp]``.
-        group: Name of the tensor axis's group.
-        chunk: Label of the collectives.
-    """
-
-    def __init__(self, layer: nn.Linear, group: str, chunk: str) -> None:
-        super().__init__()
-        self.weight = layer.weight
-        self.bias = layer.bias
-        self.group = group
-        self.chunk = chunk
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[…, in/tp]`` to ``[…, out/tp]``."""
-        weight = local(self.weight)
-        dtype = gemm_dtype(weight)
-        y: Tensor = ScatterFeatures.apply(linear(x.to(dtype), weight.to(dtype)), self.group, self.chunk)
-        return y if self.bias is None else y + local(self.bias).to(dtype)
 
 
 class FeatureShardedEmbedding(nn.Module):

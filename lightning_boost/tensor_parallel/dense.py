@@ -6,11 +6,13 @@ Letters: ``N`` rows (micro-batch × tokens), ``D`` hidden, ``d = D/tp``.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+from typing_extensions import override
 
-from lightning_boost.collectives import Label, all_gather, all_reduce, group_size, reduce_scatter
-from lightning_boost.tensor_parallel.library import operator
+from lightning_boost.collectives import Label, Pass, all_gather, all_reduce, group_size, reduce_scatter
+from lightning_boost.tensor_parallel.library import gemm_dtype, operator
 from lightning_boost.tensor_parallel.local_parameter import local, local_size
 
 Rows = tuple[int, int]
@@ -18,22 +20,22 @@ Rows = tuple[int, int]
 
 
 @operator("sum_over_group(Tensor x, str group, str chunk, str pass_) -> Tensor")
-def _sum_over_group(x: Tensor, group: str, chunk: str, pass_: str) -> Tensor:
+def _sum_over_group(x: Tensor, group: str, chunk: str, pass_: Pass) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    all_reduce(total, group, Label(chunk, pass_))  # type: ignore[arg-type]
+    all_reduce(total, group, Label(chunk, pass_))
     return total
 
 
 @operator("gather_features(Tensor x, str group, str chunk, str pass_) -> Tensor")
-def _gather_features(x: Tensor, group: str, chunk: str, pass_: str) -> Tensor:
-    gathered = all_gather(x.contiguous(), group, Label(chunk, pass_))  # type: ignore[arg-type]
+def _gather_features(x: Tensor, group: str, chunk: str, pass_: Pass) -> Tensor:
+    gathered = all_gather(x.contiguous(), group, Label(chunk, pass_))
     return gathered.movedim(0, -2).flatten(-2)
 
 
 @operator("scatter_features(Tensor x, str group, str chunk, str pass_) -> Tensor")
-def _scatter_features(x: Tensor, group: str, chunk: str, pass_: str) -> Tensor:
+def _scatter_features(x: Tensor, group: str, chunk: str, pass_: Pass) -> Tensor:
     parts = x.unflatten(-1, (group_size(group), -1)).movedim(-2, 0).contiguous()
-    return reduce_scatter(parts, group, Label(chunk, pass_))  # type: ignore[arg-type]
+    return reduce_scatter(parts, group, Label(chunk, pass_))
 
 
 class CopyToGroup(torch.autograd.Function):
@@ -151,6 +153,47 @@ class CutRows(torch.autograd.Function):
         whole = grad.new_zeros(ctx.shape)
         whole[ctx.rows] = grad
         return _sum_over_group(whole, *ctx.label, "backward"), None, None, None, None
+
+
+class RowParallelLinear(nn.Module):
+    """A dense linear split over input features (o, down); what it gives is whole, or split as its input is.
+
+    Communication: where features stay sharded, forward one reduce-scatter of ``N out`` values and backward one
+    all-gather of ``N out/tp``; where not, forward one all-reduce of ``N out`` values and backward none.
+
+    Args:
+        layer: The projection that is replaced; this process's share of its weight is ``[out, in/tp]``. Its bias is
+            split as the output is, and added once, after the sum.
+        group: Name of the tensor axis's group.
+        chunk: Label of the collectives.
+        shard_features: Whether the hidden stream is split over features.
+    """
+
+    def __init__(self, layer: nn.Linear, group: str, chunk: str, *, shard_features: bool) -> None:
+        super().__init__()
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.group = group
+        self.chunk = chunk
+        self.shard_features = shard_features
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[…, in/tp]`` to ``[…, out/tp]``, or ``[…, out]``."""
+        weight = local(self.weight)
+        dtype = gemm_dtype(weight)
+        y = close_partial(linear(x.to(dtype), weight.to(dtype)), self.group, self.chunk, self.shard_features)
+        return y if self.bias is None else y + local(self.bias).to(dtype)
+
+
+def close_partial(partial: Tensor, group: str, chunk: str, shard_features: bool) -> Tensor:
+    """Sum a partial hidden state over processes: ``[…, D]`` to this process's ``[…, D/tp]``, or to the whole."""
+    closed: Tensor
+    if shard_features:
+        closed = ScatterFeatures.apply(partial, group, chunk)
+    else:
+        closed = SumOverGroup.apply(partial, group, chunk)
+    return closed
 
 
 def own_rows(parameter: Tensor, rows: Rows | None, group: str, chunk: str) -> Tensor:

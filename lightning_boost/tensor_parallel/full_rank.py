@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_boost.collectives import group_index
 from lightning_boost.model.norm import normalize
-from lightning_boost.tensor_parallel.dense import CopyToGroup, GatherFeatures, Rows, SplitReader, SumOverGroup, own_rows
+from lightning_boost.tensor_parallel.dense import CopyToGroup, GatherFeatures, Rows, SplitReader, own_rows
 from lightning_boost.tensor_parallel.library import gemm_dtype
 from lightning_boost.tensor_parallel.local_parameter import local
 
@@ -78,34 +78,6 @@ class ColumnParallelLinear(nn.Module):
         dtype = gemm_dtype(weight)
         x = SplitReader.apply(x.to(dtype), self.group)
         return linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
-
-
-class RowParallelLinear(nn.Module):
-    """A dense linear split over input features: ``[…, in/tp]`` to ``[…, out]``.
-
-    The bias is replicated and added once, after the sum.
-    Communication: forward one all-reduce of ``N out`` values, backward none.
-
-    Args:
-        linear: The layer that is replaced; this process's share of its weight is ``[out, in/tp]``.
-        group: Name of the tensor axis's group.
-        chunk: Label of the collective.
-    """
-
-    def __init__(self, linear: nn.Linear, group: str, chunk: str) -> None:
-        super().__init__()
-        self.weight = linear.weight
-        self.bias = linear.bias
-        self.group = group
-        self.chunk = chunk
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[…, in/tp]`` to ``[…, out]``."""
-        weight = local(self.weight)
-        dtype = gemm_dtype(weight)
-        y: Tensor = SumOverGroup.apply(linear(x.to(dtype), weight.to(dtype)), self.group, self.chunk)
-        return y if self.bias is None else y + local(self.bias).to(dtype)
 
 
 class GatheredEmbedding(nn.Module):

@@ -11,19 +11,17 @@ from lightning_boost.model.low_rank import LowRankLinear
 from lightning_boost.tensor_parallel.bottleneck import (
     BottleneckParallelLinear,
     DenseMember,
-    DenseParallelLinear,
     FeatureShardedEmbedding,
     GroupMember,
     LowRankMember,
     NormalizedProjections,
 )
 from lightning_boost.tensor_parallel.check import check_ends, check_projection, check_whole_model, norm_eps
-from lightning_boost.tensor_parallel.dense import Rows
+from lightning_boost.tensor_parallel.dense import RowParallelLinear, Rows
 from lightning_boost.tensor_parallel.full_rank import (
     ColumnParallelLinear,
     GatheredEmbedding,
     ReplicatedNorm,
-    RowParallelLinear,
 )
 from lightning_boost.tensor_parallel.gathered_norm import GatheredNorm
 from lightning_boost.tensor_parallel.layout import Decoder, ProjectionGroup
@@ -65,7 +63,7 @@ class BottleneckScheme:
 
     def check(self, decoder: Decoder) -> None:
         """Check that projections are factor pairs or dense, norms RMSNorms, and that a pair is among them."""
-        _check_parts(decoder, self.projection_kinds)
+        _check_parts(decoder, self)
 
     def placements(self, decoder: Decoder, size: int) -> Placements:
         """Return how each parameter is split."""
@@ -98,7 +96,7 @@ class BottleneckScheme:
                     twin = BottleneckParallelLinear(module, group, lone.chunk)
                 else:
                     assert isinstance(module, Linear)
-                    twin = DenseParallelLinear(module, group, lone.chunk)
+                    twin = RowParallelLinear(module, group, lone.chunk, shard_features=True)
                 set_module(layer, lone.projection, twin)
         embedding, final_norm = decoder.part(layout.embedding), decoder.part(layout.final_norm)
         assert isinstance(embedding, Embedding)
@@ -120,7 +118,7 @@ class FullRankScheme:
 
     def check(self, decoder: Decoder) -> None:
         """Check that projections are dense and norms RMSNorms."""
-        _check_parts(decoder, self.projection_kinds)
+        _check_parts(decoder, self)
 
     def placements(self, decoder: Decoder, size: int) -> Placements:
         """Return how each parameter is split."""
@@ -143,9 +141,9 @@ class FullRankScheme:
                     set_module(layer, name, ColumnParallelLinear(module, rows, group, projections.chunk))
                 _swap_norm(layer, projections.norm, group, projections.chunk)
             for lone in layout.lone_projections:
-                set_module(
-                    layer, lone.projection, RowParallelLinear(_linear(layer, lone.projection), group, lone.chunk)
-                )
+                module = _linear(layer, lone.projection)
+                twin = RowParallelLinear(module, group, lone.chunk, shard_features=False)
+                set_module(layer, lone.projection, twin)
         embedding = decoder.part(layout.embedding)
         assert isinstance(embedding, Embedding)
         table: Module
@@ -167,16 +165,16 @@ def scheme_for(decoder: Decoder) -> Scheme:
     return SCHEMES["bottleneck" if any(isinstance(module, LowRankLinear) for module in modules) else "full_rank"]
 
 
-def _check_parts(decoder: Decoder, kinds: tuple[type[Module], ...]) -> None:
+def _check_parts(decoder: Decoder, scheme: "BottleneckScheme | FullRankScheme") -> None:
     layout = decoder.layout
     for layer_name, layer in decoder.layers.items():
         for group in layout.groups:
             norm_eps(layer.get_submodule(group.norm), f"{layer_name}.{group.norm}")
         for name in layout.projections():
-            check_projection(layer.get_submodule(name), f"{layer_name}.{name}", *kinds)
+            check_projection(layer.get_submodule(name), f"{layer_name}.{name}", *scheme.projection_kinds)
     norm_eps(decoder.part(layout.final_norm), layout.final_norm)
     check_ends(decoder)
-    check_whole_model(decoder, set(scheme_for(decoder).placements(decoder, 2)))
+    check_whole_model(decoder, set(scheme.placements(decoder, 2)))
 
 
 def _ends(decoder: Decoder, *, norm: Placement) -> Placements:

@@ -16,7 +16,7 @@ from lightning_boost.collectives import Label, all_gather, group_index, group_si
 from lightning_boost.config import IGNORED_LABEL
 from lightning_boost.mesh import shard_bounds
 from lightning_boost.model.loss import NextTokenLoss, count_valid, next_tokens
-from lightning_boost.tensor_parallel.dense import ScatterFeatures, SplitReader, SumOverGroup
+from lightning_boost.tensor_parallel.dense import SplitReader, close_partial
 from lightning_boost.tensor_parallel.library import gemm_dtype, operator, wide_dtype
 from lightning_boost.tensor_parallel.local_parameter import local
 
@@ -275,9 +275,4 @@ class VocabularyParallelEmbedding(nn.Module):
             partial = embedding(own_ids.clamp(0, weight.shape[0] - 1), weight, padding) * is_mine[..., None]
         else:
             partial = weight.sum() + weight.new_zeros(*input_ids.shape, weight.shape[1])
-        hidden: Tensor
-        if self.shard_features:
-            hidden = ScatterFeatures.apply(partial, self.group, "embedding")
-        else:
-            hidden = SumOverGroup.apply(partial, self.group, "embedding")
-        return hidden
+        return close_partial(partial, self.group, "embedding", self.shard_features)

@@ -351,3 +351,27 @@ def test_a_damaged_description_is_told(tmp_path, damaged):
     run_processes(_save, 1, tmp_path / "a.ckpt")
     (tmp_path / "a.ckpt" / ".metadata").write_bytes(damaged)
     assert "cannot be read" in run_processes(_load, 1, tmp_path / "a.ckpt")[0]
+
+
+def _resumed(path):
+    torch.manual_seed(99)
+    module = UsersModule()
+    trainer = trainer_for(max_steps=3, max_epochs=-1)
+    trainer.fit(module, loader(num_batches=1), ckpt_path=path)
+    steps = {int(state["step"]) for state in trainer.optimizers[0].state.values()}
+    return module.losses, steps
+
+
+def _uninterrupted(path):
+    torch.manual_seed(0)
+    module = _SavesFirst()
+    module.path = path
+    trainer_for(max_steps=3, max_epochs=-1).fit(module, loader(num_batches=1))
+    return module.losses
+
+
+def test_an_optimizer_that_was_saved_before_its_first_step_begins_with_it(tmp_path):
+    expected = run_processes(_uninterrupted, 2, tmp_path / "a.ckpt")[0]
+    for losses, steps in run_processes(_resumed, 2, tmp_path / "a.ckpt"):
+        assert losses == pytest.approx(expected, rel=1e-6)
+        assert steps == {3}

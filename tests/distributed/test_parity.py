@@ -191,7 +191,7 @@ def norm_of_own_gradients_only():
 
 def clipping_by_lightning():
     boost.BoostParallelStrategy._clip_by_norm = lambda self, optimizer, clip_val: setattr(
-        self, "gradient_norm", torch.nn.utils.clip_grad_norm_(self.precision_plugin.main_params(optimizer), 1e9).item()
+        self, "gradient_norm", torch.nn.utils.clip_grad_norm_(self.precision_plugin.main_params(optimizer), 1e9)
     )
 
 

@@ -149,12 +149,25 @@ def test_replicas_share_a_stream_without_overlap(streams, vocabulary):
 
 def test_a_stream_begins_anew_so_that_no_replica_waits(streams, vocabulary):
     """known_failures A55."""
-    stream = PackedStream(
-        streams, load_tokenizer(str(vocabulary)), 2, seed=0, shuffle_window=1, num_replicas=1, replica=0
-    )
-    once = _read(streams, vocabulary)
-    more = [sequence["input_ids"].tolist() for sequence in islice(stream, 2 * len(once))]
-    assert more == once + once
+    tokenizer, once = load_tokenizer(str(vocabulary)), _read(streams, vocabulary)
+
+    def read_on():
+        stream = PackedStream(streams, tokenizer, 2, seed=0, shuffle_window=1, num_replicas=1, replica=0)
+        return [sequence["input_ids"].tolist() for sequence in islice(stream, 3 * len(once))]
+
+    more = read_on()
+    assert more[: len(once)] == once
+    assert len(more) == 3 * len(once)
+    assert more == read_on()
+    # each time in another order, as the mixture's seed goes on
+    assert more[len(once) : 2 * len(once)] != once
+
+
+def test_a_replica_without_text_is_told(tmp_path, vocabulary):
+    (tmp_path / "one.jsonl").write_text('{"text": "a"}\n')
+    source = StreamSource(dataset="json", data_files=[str(tmp_path / "one.jsonl")])
+    with pytest.raises(ValueError, match=r"holds less than one sequence \(2 tokens\): give more text"):
+        _read([source], vocabulary, num_replicas=2, replica=1, repeat=True)
 
 
 def test_a_source_without_weight_is_refused():
