@@ -182,6 +182,12 @@ class LlamaConfig:
     label_smoothing: float = 0.0
     """Share of each target's probability that is spread over the whole vocabulary."""
 
+    attention_dropout: float = 0.0
+    """Probability that training drops an attention weight."""
+
+    hidden_dropout: float = 0.0
+    """Probability that training drops a feature of what attention and MLP add to the residual stream."""
+
     low_rank: LowRankConfig = field(default_factory=LowRankConfig)
     """How the linears are factorised."""
 
@@ -202,8 +208,9 @@ class LlamaConfig:
                 f"num_key_value_heads ({self.num_key_value_heads}) must divide"
                 f" num_attention_heads ({self.num_attention_heads})."
             )
-        if not 0.0 <= self.label_smoothing < 1.0:
-            raise ValueError(f"label_smoothing ({self.label_smoothing}) must be at least 0 and below 1.")
+        for name in ("label_smoothing", "attention_dropout", "hidden_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 0 and below 1.")
         self._check_bottleneck_sizes()
 
     def _check_bottleneck_sizes(self) -> None:

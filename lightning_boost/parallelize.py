@@ -19,6 +19,7 @@ from lightning_boost.model.initialization import (
     set_module,
 )
 from lightning_boost.tensor_parallel.layout import Decoder
+from lightning_boost.tensor_parallel.random_streams import RandomStreams
 from lightning_boost.tensor_parallel.scheme import scheme_for
 
 
@@ -44,6 +45,9 @@ def parallelize(
     has_own_loss = decoder.own_loss is not None
     if is_split:
         scheme.swap(decoder, register_group(tensor_mesh.get_group()))
+    if mesh.size() > 1:
+        begins, ends = scheme.split_region(decoder) if is_split else ([], [])
+        RandomStreams(mesh, device).attach(decoder, begins, ends)
     if mesh[DATA_AXIS].size() > 1:
         if decoder.layout.loss is not None and has_own_loss:
             loss = decoder.part(decoder.layout.loss)

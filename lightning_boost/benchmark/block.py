@@ -118,7 +118,7 @@ def _make_step(sizes: BlockSizes, kind: LowRankKind) -> Callable[[], object]:
     shape = (sizes.num_sequences, sizes.sequence_length, width)
     x = torch.randn(shape, generator=generator).to(_dtype(sizes)).requires_grad_()
     upstream = torch.randn(shape, generator=generator).to(_dtype(sizes))
-    rotary = rotary_tables(sizes.sequence_length, config, like=x)
+    rotary = rotary_tables(torch.arange(sizes.sequence_length), config, like=x)
 
     def step() -> None:
         y: Tensor = block(x, rotary)

@@ -18,19 +18,29 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
         self.head_size = config.head_size
+        self.dropout = config.attention_dropout
         self.q_proj = make_projection(config, layer, "q_proj")
         self.k_proj = make_projection(config, layer, "k_proj")
         self.v_proj = make_projection(config, layer, "v_proj")
         self.o_proj = make_projection(config, layer, "o_proj")
 
     @override
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Attend within ``hidden`` of shape ``[B, T, D]``; ``rotary`` holds cosines and sines ``[T, E]``."""
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+        """Attend within ``hidden``.
+
+        Args:
+            hidden: ``[B, T, D]``.
+            rotary: Cosines and sines, ``[T, E]`` or ``[B, 1, T, E]``.
+            mask: Which tokens each one sees, ``[B, 1, T, T]``; ``None``: itself and all before it.
+        """
         query = rotate(self._split_heads(self.q_proj(hidden)), *rotary)
         key = rotate(self._split_heads(self.k_proj(hidden)), *rotary)
         value = self._split_heads(self.v_proj(hidden))
         grouped = query.shape[1] != key.shape[1]
-        attended = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        dropout = self.dropout if self.training else 0.0
+        attended = scaled_dot_product_attention(
+            query, key, value, mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
+        )
         output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return output
 

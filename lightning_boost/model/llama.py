@@ -5,6 +5,7 @@ from typing_extensions import override
 
 from lightning_boost.config import LlamaConfig
 from lightning_boost.model.attention import Attention
+from lightning_boost.model.documents import document_mask, positions_in_documents
 from lightning_boost.model.initialization import initialize
 from lightning_boost.model.loss import NextTokenLoss
 from lightning_boost.model.mlp import MLP
@@ -21,12 +22,13 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config, layer)
+        self.dropout = nn.Dropout(config.hidden_dropout)
 
     @override
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Map ``[B, T, D]`` to ``[B, T, D]``."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary)
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+        """Map ``[B, T, D]`` to ``[B, T, D]``; ``rotary`` and ``mask`` as in ``Attention``."""
+        hidden = hidden + self.dropout(self.self_attn(self.input_layernorm(hidden), rotary, mask))
+        output: Tensor = hidden + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
         return output
 
 
@@ -41,12 +43,14 @@ class LlamaModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     @override
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Map token ids ``[B, T]`` to the last hidden state ``[B, T, D]``."""
+    def forward(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """Map token ids ``[B, T]`` to the last hidden state ``[B, T, D]``; ``document_ids`` as in the whole model."""
         hidden = self.embed_tokens(input_ids)
-        rotary = rotary_tables(input_ids.shape[-1], self.config, like=hidden)
+        positions = positions_in_documents(input_ids, document_ids)
+        rotary = rotary_tables(positions, self.config, like=hidden)
+        mask = None if document_ids is None else document_mask(document_ids)
         for layer in self.layers:
-            hidden = layer(hidden, rotary)
+            hidden = layer(hidden, rotary, mask)
         normalized: Tensor = self.norm(hidden)
         return normalized
 
@@ -72,11 +76,16 @@ class LlamaForCausalLM(nn.Module):
             initialize(self, std=config.initializer_range)
 
     @override
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         """Return logits ``[B, T, V]``, or with labels the mean loss over valid next tokens.
 
-        Labels are aligned with ``input_ids`` as in Hugging Face: the model shifts them, and ignores ``-100``.
+        Args:
+            input_ids: ``[B, T]``.
+            labels: ``[B, T]``, aligned with ``input_ids`` as in Hugging Face: the model shifts them, and ignores
+                ``-100``.
+            document_ids: ``[B, T]``, which document of its sequence each token belongs to, in rising order. No token
+                sees another document, and positions begin anew in each. ``None``: a sequence is one document.
         """
-        hidden = self.model(input_ids)
+        hidden = self.model(input_ids, document_ids)
         output: Tensor = self.lm_head(hidden) if labels is None else self.loss(hidden, self.lm_head.weight, labels)
         return output

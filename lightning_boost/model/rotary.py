@@ -8,20 +8,21 @@ from torch import Tensor
 from lightning_boost.config import LlamaConfig, RopeScaling
 
 
-def rotary_tables(num_tokens: int, config: LlamaConfig, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the rotary angles, each ``[T, E]``.
+def rotary_tables(positions: Tensor, config: LlamaConfig, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of the rotary angles, each ``[T, E]``, or ``[B, 1, T, E]``.
 
     They are made on every forward from positions, in fp32, so that no buffer can go stale or be left uninitialised.
 
     Args:
-        num_tokens: Positions, ``T``.
+        positions: ``[T]`` if all sequences have the same, else ``[B, T]``.
         config: Head size, base and scaling.
         like: A tensor whose device and dtype the tables take.
     """
-    frequencies = _frequencies(num_tokens, config, like.device)
-    positions = torch.arange(num_tokens, device=like.device, dtype=torch.float32)
-    angles = positions[:, None] * frequencies
+    # the dynamic form's base grows with the longest document, as in Hugging Face
+    angles = positions[..., None].float() * _frequencies(positions.max() + 1, config)
     angles = torch.cat([angles, angles], dim=-1)
+    if positions.dim() > 1:
+        angles = angles[:, None]
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
@@ -31,15 +32,15 @@ def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return heads * cosines + torch.cat([-second, first], dim=-1) * sines
 
 
-def _frequencies(num_tokens: int, config: LlamaConfig, device: torch.device) -> Tensor:
-    """Return the angle per position of each pair of features, ``[E / 2]``."""
-    scaling, theta, size = config.rope_scaling, config.rope_theta, config.head_size
+def _frequencies(num_tokens: Tensor, config: LlamaConfig) -> Tensor:
+    """Return the angle per position of each pair of features, ``[E / 2]``; ``num_tokens`` is a scalar."""
+    scaling, size = config.rope_scaling, config.head_size
+    theta: float | Tensor = config.rope_theta
     if scaling is not None and scaling.rope_type == "dynamic":
-        context = scaling.original_max_position_embeddings
-        if num_tokens > context:
-            growth = scaling.factor * num_tokens / context - (scaling.factor - 1.0)
-            theta *= growth ** (size / (size - 2))
-    frequencies = theta ** (-torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
+        beyond = (num_tokens / scaling.original_max_position_embeddings).clamp(min=1.0)
+        growth = 1.0 + scaling.factor * (beyond - 1.0)
+        theta = theta * growth ** (size / (size - 2))
+    frequencies = theta ** (-torch.arange(0, size, 2, device=num_tokens.device, dtype=torch.float32) / size)
     if scaling is not None and scaling.rope_type == "linear":
         return frequencies / scaling.factor
     if scaling is not None and scaling.rope_type == "llama3":

@@ -14,12 +14,13 @@ coarse ones are told apart from rounding."""
 
 
 @torch.no_grad()
-def probe(model: nn.Module, vocab_size: int) -> Tensor | None:
+def probe(model: nn.Module, vocab_size: int, *, seed: int = 0) -> Tensor | None:
     """Return the model's output on a few tokens, in evaluation mode; ``None`` if it gives none, or has no weights yet.
 
     Args:
         model: Called with token ids ``[1, T]``; gives logits, or an object that holds them as ``logits``.
         vocab_size: Ids stay below it.
+        seed: Of random numbers that the model draws even in evaluation.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
@@ -29,6 +30,7 @@ def probe(model: nn.Module, vocab_size: int) -> Tensor | None:
     model.eval()
     try:
         with torch.random.fork_rng():
+            torch.manual_seed(seed)
             output = model(token_ids)
     finally:
         for module, training in was_training.items():

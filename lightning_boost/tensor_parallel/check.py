@@ -9,6 +9,8 @@ from lightning_boost.model.low_rank import ACTIVATIONS, LowRankLinear
 from lightning_boost.model.norm import normalize
 from lightning_boost.tensor_parallel.layout import Decoder
 
+WHOLE_CHANNEL_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
+
 
 def legal_sizes(decoder: Decoder) -> list[int]:
     """Return the tensor sizes that give every process whole heads and as many hidden features.
@@ -105,7 +107,7 @@ def check_whole_model(decoder: Decoder, placed: set[str]) -> None:
         placed: Names of the parameters that the scheme places.
 
     Raises:
-        ValueError: If there are other parameters, or dropout.
+        ValueError: If there are other parameters, or a dropout of whole channels.
     """
     others = [name for name, _ in decoder.root.named_parameters() if name not in placed]
     if others:
@@ -115,10 +117,10 @@ def check_whole_model(decoder: Decoder, placed: set[str]) -> None:
             " tensor_parallel_size to 1."
         )
     for name, module in decoder.root.named_modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
+        if isinstance(module, WHOLE_CHANNEL_DROPOUTS) and module.p > 0:
             raise ValueError(
-                f"{name} drops values with probability {module.p}, which must be 0 with tensor_parallel_size above 1"
-                " for now: processes would have to draw different masks for their shares and equal ones elsewhere."
+                f"{name} is a {type(module).__name__} and must be a torch.nn.Dropout with tensor_parallel_size above 1:"
+                " what it drops as one piece may lie on several processes, which draw different masks."
             )
 
 

@@ -55,6 +55,9 @@ class Scheme(Protocol):
     def swap(self, decoder: Decoder, group: str) -> None:
         """Replace the decoder's modules in place; their parameters are already shares."""
 
+    def split_region(self, decoder: Decoder) -> tuple[list[str], list[str]]:
+        """Return the modules whose output is split over the axis, and those whose output is whole again."""
+
 
 class BottleneckScheme:
     """The hidden stream stays split over features; the only all-reduces are as wide as the bottleneck."""
@@ -110,6 +113,10 @@ class BottleneckScheme:
         set_module(decoder.root, layout.embedding, table)
         set_module(decoder.root, layout.final_norm, GatheredNorm(final_norm, eps, group))
 
+    def split_region(self, decoder: Decoder) -> tuple[list[str], list[str]]:
+        """Return the embedding and the final norm: everything between them is split."""
+        return [decoder.layout.embedding], [decoder.layout.final_norm]
+
 
 class FullRankScheme:
     """Megatron's form: the hidden stream is whole on every process, all-reduces are as wide as it."""
@@ -154,6 +161,14 @@ class FullRankScheme:
         _swap_head(decoder, group)
         set_module(decoder.root, layout.embedding, table)
         _swap_norm(decoder.root, layout.final_norm, group, "head")
+
+    def split_region(self, decoder: Decoder) -> tuple[list[str], list[str]]:
+        """Return the projections into heads and the MLP's features, and those out of them."""
+        layout = decoder.layout
+        lone = [projection.projection for projection in layout.lone_projections]
+        grouped = [name for name in layout.projections() if name not in lone]
+        begins = [f"{layer}.{name}" for layer in decoder.layers for name in grouped]
+        return begins, [f"{layer}.{name}" for layer in decoder.layers for name in lone]
 
 
 SCHEMES: dict[str, Scheme] = {"bottleneck": BottleneckScheme(), "full_rank": FullRankScheme()}

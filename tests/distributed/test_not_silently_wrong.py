@@ -126,10 +126,10 @@ class _Softmax(_Changed):
         layer.mlp.up_proj.activation = nn.Softmax(-1)
 
 
-class _Dropout(_Changed):
+class _ChannelDropout(_Changed):
     @staticmethod
     def change(layer):
-        layer.dropout = nn.Dropout(0.1)
+        layer.dropout = nn.Dropout1d(0.1)
 
 
 @pytest.mark.parametrize("make_module", [_ViewWithGaps, _RandomBuffer, _RandomMask])
@@ -149,7 +149,7 @@ def test_it_is_exact(make_module):
         (_HeadsFromConstant, "computes something else once strategy 'boost' has split it"),
         (_ScaledByWidth, "computes something else once strategy 'boost' has split it"),
         (_Softmax, "activation is a Softmax and must be"),
-        (_Dropout, "dropout drops values with probability 0.1"),
+        (_ChannelDropout, "dropout is a Dropout1d and must be a torch.nn.Dropout"),
     ],
 )
 def test_it_is_refused(make_module, message):

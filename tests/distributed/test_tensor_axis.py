@@ -69,8 +69,10 @@ def _loss_from_logits(model, batch):
     return cross_entropy(logits.flatten(0, 1), next_tokens(batch["labels"]).flatten())
 
 
-def _errors(config, through_logits):
+def _errors(config, through_logits, documents=None):
     batch = masked_batch(config.vocab_size)
+    if documents is not None:
+        batch["document_ids"] = torch.tensor([documents]).expand(len(batch["labels"]), -1)
     reference, model = one_process_model(config), parallel_model(config, dist.get_world_size())
     expected_loss = reference(**batch)
     loss = _loss_from_logits(model, batch) if through_logits else model(**batch)
@@ -103,6 +105,15 @@ def test_gradients_are_those_of_one_process(shape, size):
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_module_s_own_loss_from_whole_logits_is_exact(size):
     for errors in run_processes(_errors, size, small_config(vocab_size=5), True):
+        assert errors.pop("shapes kept")
+        assert max(errors.values()) < TOLERANCE, max(errors.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("kind", ["cola", "full_rank"])
+def test_documents_of_one_sequence_see_only_themselves(kind):
+    config = small_config(low_rank={"kind": kind}, num_key_value_heads=4)
+    documents = [0, 0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2]
+    for errors in run_processes(_errors, 2, config, False, documents):
         assert errors.pop("shapes kept")
         assert max(errors.values()) < TOLERANCE, max(errors.items(), key=lambda item: item[1])
 

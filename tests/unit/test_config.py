@@ -19,6 +19,8 @@ from tests.models import meta_model, small_config
         ({"low_rank": {"other_bottleneck_sizes": {"q": 3}}}, r"names 'q'; a place is a projection \(q_proj"),
         ({"low_rank": {"other_bottleneck_sizes": {"layers.2": 3}}}, r"'layers.2', and the last layer is layers.1"),
         ({"label_smoothing": 1.0}, r"label_smoothing \(1.0\) must be at least 0 and below 1"),
+        ({"attention_dropout": 1.0}, r"attention_dropout \(1.0\) must be at least 0 and below 1"),
+        ({"hidden_dropout": -0.1}, r"hidden_dropout \(-0.1\) must be at least 0 and below 1"),
         ({"head_dim": 5}, r"head size \(5\) must be even"),
         ({"low_rank": {"kind": "lora"}}, r"kind \('lora'\) must be one of"),
     ],

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_boost.config import IGNORED_LABEL, LlamaConfig, LowRankConfig
+from lightning_boost.config import IGNORED_LABEL, LlamaConfig, LowRankConfig, RopeScaling
 from lightning_boost.model.initialization import initial_values, initialize
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.model.loss import NextTokenLoss
@@ -72,6 +72,47 @@ def test_no_valid_label_gives_zero_loss_and_zero_gradient():
     loss.backward()
     assert loss.item() == 0.0
     assert hidden.grad.abs().max() == 0.0
+
+
+DOCUMENTS = ((0, 5), (5, 6), (6, 12))
+"""Where three documents of a sequence start and stop, one of a single token."""
+
+
+def _document_ids(rows):
+    return torch.tensor([number for number, (start, stop) in enumerate(DOCUMENTS) for _ in range(start, stop)])[
+        None
+    ].expand(rows, -1)
+
+
+@pytest.mark.parametrize("scaling", [None, RopeScaling(rope_type="dynamic", factor=4.0)])
+def test_documents_in_one_sequence_are_as_each_by_itself(scaling):
+    """Neither attention nor positions know of the documents before."""
+    config = small_config(rope_scaling=scaling)
+    model, input_ids = one_process_model(config), masked_batch(config.vocab_size)["input_ids"]
+    packed = model(input_ids, document_ids=_document_ids(len(input_ids)))
+    for start, stop in DOCUMENTS:
+        torch.testing.assert_close(packed[:, start:stop], model(input_ids[:, start:stop]), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(packed[:, 6:], model(input_ids)[:, 6:], atol=1e-3)
+
+
+def test_the_base_of_dynamic_scaling_grows_with_the_longest_document():
+    scaling = RopeScaling(rope_type="dynamic", factor=2.0, original_max_position_embeddings=4)
+    config = small_config(rope_scaling=scaling)
+    model, input_ids = one_process_model(config), masked_batch(config.vocab_size)["input_ids"]
+    # documents of 6, 6 and of 4, 4, 4 tokens
+    longer, within = (torch.arange(12)[None].expand(4, -1) // length for length in (6, 4))
+    torch.testing.assert_close(model(input_ids, document_ids=longer)[:, :6], model(input_ids[:, :6]), atol=1e-5, rtol=0)
+    unscaled = one_process_model(small_config())
+    for ids, is_scaled in ((longer, True), (within, False)):
+        difference = (model(input_ids, document_ids=ids) - unscaled(input_ids, document_ids=ids)).abs().max()
+        assert (difference > 1e-4) == is_scaled
+
+
+def test_dropout_acts_in_training_only():
+    config = small_config(attention_dropout=0.5)
+    model, batch = one_process_model(config), masked_batch(config.vocab_size)
+    losses = {model.train(training)(**batch).item() for training in (True, False, True, False)}
+    assert len(losses) == 3
 
 
 def test_low_rank_linear_multiplies_by_both_factors():
