@@ -45,7 +45,8 @@ class PlainReader(FileSystemReader):
     """Reads a checkpoint's description if it is one.
 
     Raises:
-        ValueError: If the description is missing, damaged, or names anything that does not belong in it.
+        ValueError: If the description is missing, damaged, or names anything that does not belong in it, or if a file
+            that it names is missing or too short.
     """
 
     @override
@@ -59,7 +60,19 @@ class PlainReader(FileSystemReader):
             raise ValueError(f"the description of checkpoint {self.path} cannot be read: {error}") from None
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
+        self._check_files(metadata)
         return metadata
+
+    def _check_files(self, metadata: Metadata) -> None:
+        ends: dict[str, int] = {}
+        for place in (metadata.storage_data or {}).values():
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        for name, expected in ends.items():
+            file = Path(self.path) / name
+            found = file.stat().st_size if file.is_file() else None
+            if found is None or found < expected:
+                state = "is missing" if found is None else f"has {found:,} bytes and must have {expected:,}"
+                raise ValueError(f"checkpoint {self.path} is damaged: its file {name} {state}. Load another one.")
 
 
 class PlainPlanner(DefaultLoadPlanner):

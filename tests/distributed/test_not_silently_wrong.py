@@ -1,15 +1,11 @@
 """What a user's module may do that would train something else on several processes: it is exact, or refused."""
 
-import pickle
-import random
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lightning_boost import BoostParallelStrategy
-from lightning_boost.config import LlamaConfig
 from tests.models import gradient_errors, masked_batch, one_process_model, parallel_model, small_config, whole
 from tests.processes import run_processes
 from tests.users_module import HEADS, WIDTH, UsersModule, loader, trainer_for
@@ -187,106 +183,6 @@ def test_a_label_beyond_the_vocabulary_is_refused_on_every_process():
         assert "token id 131 must be from 0 to 130" in error
 
 
-class _Wider(UsersModule):
-    def __init__(self):
-        super().__init__()
-        self.save_hyperparameters({"config": LlamaConfig(), "name": "users"})
-
-
-def _save(path, make_module=UsersModule):
-    torch.manual_seed(0)
-    trainer = trainer_for(max_steps=2, max_epochs=-1)
-    module = make_module()
-    trainer.fit(module, loader())
-    try:
-        trainer.save_checkpoint(path)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _load(path, change=None, fit=False):
-    module = UsersModule()
-    if change == "layers":
-        del module.net.model.layers[1]
-    if change == "dtype":
-        module = module.to(torch.bfloat16)
-    trainer = trainer_for(max_steps=3, max_epochs=-1)
-    try:
-        if fit:
-            trainer.fit(module, loader(), ckpt_path=path)
-        else:
-            trainer.validate(module, loader(), ckpt_path=path, verbose=False)
-    except (ValueError, FileNotFoundError) as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [("layers", "not in the model net.model.layers.1."), ("dtype", "torch.bfloat16 in the model")],
-)
-def test_a_checkpoint_of_another_model_is_refused(tmp_path, change, message):
-    """known_failures A68, V9."""
-    run_processes(_save, 2, tmp_path / "a.ckpt")
-    for error in run_processes(_load, 2, tmp_path / "a.ckpt", change):
-        assert message in error
-
-
-def test_hyper_parameters_of_this_package_load_again(tmp_path):
-    assert run_processes(_save, 2, tmp_path / "a.ckpt", _Wider) == ["", ""]
-    assert run_processes(_load, 2, tmp_path / "a.ckpt", None, True) == ["", ""]
-
-
-class _Unsafe(UsersModule):
-    def __init__(self):
-        super().__init__()
-        self.save_hyperparameters({"generator": random.Random(1)})
-
-
-def test_hyper_parameters_that_would_not_load_are_refused_when_saved(tmp_path):
-    for error in run_processes(_save_on_first, 2, tmp_path / "a.ckpt"):
-        assert "the checkpoint would not load again" in error
-    assert not list(tmp_path.iterdir())
-
-
-def _save_on_first(path):
-    return _save(path, _Unsafe)
-
-
-class _Runs:
-    """What a pickle of somebody else's may do when it is read."""
-
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return open, (str(self.marker), "w")
-
-
-def test_a_description_that_would_run_code_is_refused(tmp_path):
-    """known_failures A02."""
-    run_processes(_save, 1, tmp_path / "a.ckpt")
-    marker = tmp_path / "ran"
-    (tmp_path / "a.ckpt" / ".metadata").write_bytes(pickle.dumps(_Runs(marker)))
-    error = run_processes(_load, 1, tmp_path / "a.ckpt")[0]
-    assert "it must not name" in error
-    assert not marker.exists()
-
-
-def test_a_save_that_was_killed_between_its_renames_still_loads(tmp_path):
-    run_processes(_save, 2, tmp_path / "a.ckpt")
-    (tmp_path / "a.ckpt").rename(tmp_path / ".a.ckpt.replaced")
-    assert run_processes(_load, 2, tmp_path / "a.ckpt") == ["", ""]
-    run_processes(_save, 2, tmp_path / "a.ckpt")
-    run_processes(_save, 2, tmp_path / "a.ckpt")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.ckpt"]
-
-
-def test_a_missing_checkpoint_is_told(tmp_path):
-    assert "does not exist; strategy 'boost' loads" in run_processes(_load, 1, tmp_path / "a.ckpt")[0]
-
-
 def _precisions():
     module = UsersModule()
     trainer_for(max_steps=1).fit(module, loader())
@@ -315,23 +211,6 @@ def test_all_gather_gives_one_value_for_each_replica():
     assert run_processes(_gathered, 2) == pytest.approx([1.0, 1.0])
 
 
-class _SavesFirst(UsersModule):
-    def on_train_start(self):
-        self.trainer.save_checkpoint(self.path)
-
-
-def _losses(path):
-    torch.manual_seed(0)
-    module = _SavesFirst() if path else UsersModule()
-    module.path = path
-    trainer_for(max_steps=3, max_epochs=-1).fit(module, loader())
-    return module.losses
-
-
-def test_saving_before_the_first_step_changes_nothing(tmp_path):
-    assert run_processes(_losses, 2, tmp_path / "a.ckpt") == run_processes(_losses, 2, None)
-
-
 def _other_sizes():
     module = UsersModule()
     trainer_for(max_steps=1).fit(module, loader())
@@ -344,34 +223,3 @@ def _other_sizes():
 
 def test_another_layout_for_a_module_that_is_spread_is_refused():
     assert "tensor_parallel_size (1) must be 2" in run_processes(_other_sizes, 2)[0]
-
-
-@pytest.mark.parametrize("damaged", [b"", b"\x80\x04junk", b"c\xff\xfe\n"])
-def test_a_damaged_description_is_told(tmp_path, damaged):
-    run_processes(_save, 1, tmp_path / "a.ckpt")
-    (tmp_path / "a.ckpt" / ".metadata").write_bytes(damaged)
-    assert "cannot be read" in run_processes(_load, 1, tmp_path / "a.ckpt")[0]
-
-
-def _resumed(path):
-    torch.manual_seed(99)
-    module = UsersModule()
-    trainer = trainer_for(max_steps=3, max_epochs=-1)
-    trainer.fit(module, loader(num_batches=1), ckpt_path=path)
-    steps = {int(state["step"]) for state in trainer.optimizers[0].state.values()}
-    return module.losses, steps
-
-
-def _uninterrupted(path):
-    torch.manual_seed(0)
-    module = _SavesFirst()
-    module.path = path
-    trainer_for(max_steps=3, max_epochs=-1).fit(module, loader(num_batches=1))
-    return module.losses
-
-
-def test_an_optimizer_that_was_saved_before_its_first_step_begins_with_it(tmp_path):
-    expected = run_processes(_uninterrupted, 2, tmp_path / "a.ckpt")[0]
-    for losses, steps in run_processes(_resumed, 2, tmp_path / "a.ckpt"):
-        assert losses == pytest.approx(expected, rel=1e-6)
-        assert steps == {3}

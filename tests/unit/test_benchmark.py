@@ -35,10 +35,22 @@ def test_the_block_is_measured_under_every_scheme(capfd):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_processes": 10_000, "repetitions": 3}, "10000 processes need a core each"),
+        (
+            {"num_processes": 10_000, "hidden_size": 20_000, "num_attention_heads": 10_000},
+            "10000 processes need a core each",
+        ),
         ({"num_processes": 1, "repetitions": 1}, r"repetitions \(1\) must be at least 2"),
+        (
+            {"num_processes": 3, "repetitions": 3},
+            r"num_attention_heads \(16\) must be a multiple of .* legal sizes: 1, 2",
+        ),
+        ({"sequence_length": 0}, r"sizes.sequence_length \(0\) must be at least 1"),
+        ({"dtype": "float16"}, r"sizes.dtype \('float16'\) must be one of bfloat16, float32"),
+        ({"hidden_size": 100}, r"num_attention_heads \(16\) must divide hidden_size \(100\)"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(options, message):
+    how = {"num_processes": 2, "repetitions": 3}
+    sizes = {name: value for name, value in options.items() if name not in how}
     with pytest.raises(ValueError, match=message):
-        measure_block(BlockSizes(), **options)
+        measure_block(BlockSizes(**sizes), **{**how, **{name: options[name] for name in how if name in options}})
