@@ -11,12 +11,21 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from lightning_boost.config import LlamaConfig, LowRankConfig, LowRankKind
+from lightning_boost.config import LlamaConfig, LowRankConfig, LowRankKind, RopeScaling
 from lightning_boost.data_parallel import DataAxis
-from lightning_boost.parity import ParityReport, check_parity
+from lightning_boost.parity import SEQUENCE_LENGTH, ParityReport, check_parity
 
 Shape = Literal[
-    "plain", "biased", "grouped_queries", "one_key_value_head", "tied", "uneven", "mixed", "smoothed", "head_size"
+    "plain",
+    "biased",
+    "grouped_queries",
+    "one_key_value_head",
+    "tied",
+    "uneven",
+    "mixed",
+    "smoothed",
+    "head_size",
+    "rope_scaled",
 ]
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -40,6 +49,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "smoothed": {"label_smoothing": 0.1},
     "head_size": {"head_dim": 12},
+    "rope_scaled": {
+        "rope_scaling": RopeScaling(
+            rope_type="dynamic", factor=2.0, original_max_position_embeddings=SEQUENCE_LENGTH // 2
+        )
+    },
 }
 """What a parity model has beside its kind; sizes are odd where they may be."""
 
@@ -89,7 +103,7 @@ def parity(
         return _matrix(kind, precision, steps, json)
     with contextlib.redirect_stdout(sys.stderr):
         report = check_parity(
-            _config(kind, shape, keep_outer_activation),
+            model_config(kind, shape, keep_outer_activation),
             tensor_parallel_size=tensor_parallel_size,
             data_parallel_size=data_parallel_size,
             data_axis=data_axis,
@@ -111,7 +125,8 @@ def parity(
     return 0 if report.passed else 1
 
 
-def _config(kind: LowRankKind, shape: str, keep_outer_activation: bool | None) -> LlamaConfig:
+def model_config(kind: LowRankKind, shape: str, keep_outer_activation: bool | None = None) -> LlamaConfig:
+    """Return the model of a cell of the matrix: three layers with odd sizes."""
     options = dict(SHAPES[shape])
     pairs = {name: options.pop(name) for name in list(options) if "bottleneck_size" in name}
     low_rank = {"kind": kind, "bottleneck_size": 15, "keep_outer_activation": keep_outer_activation, **pairs}

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_boost import BoostParallelStrategy, LowRankLanguageModel, TextDataModule, data_parallel
+from lightning_boost.commands.parity import SHAPES, model_config
 from lightning_boost.config import IGNORED_LABEL
 from lightning_boost.gradients import global_gradient_norm
 from lightning_boost.mesh import DATA_AXIS, ParallelSizes, build_mesh
@@ -52,16 +53,15 @@ def test_replicas_train_as_one_process_on_all_data(layout):
     assert f"data {processes // tensor}" in report.layout
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"tie_word_embeddings": True, "num_key_value_heads": 1, "low_rank": {"bottleneck_size": 8}},
-        {"low_rank": {"kind": "full_rank"}, "attention_bias": True},
-    ],
-    ids=["tied, one key/value head", "full rank"],
-)
-def test_other_shapes_do_too(shape):
-    report = run_processes(_report, 4, small_config(**shape), 2, "shard")[0]
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_does_too(shape):
+    report = run_processes(_report, 4, model_config("cola", shape), 2, "shard")[0]
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("shape", ["biased", "one_key_value_head", "tied"])
+def test_dense_models_do_too(shape):
+    report = run_processes(_report, 4, model_config("full_rank", shape), 2, "shard")[0]
     assert report.passed, report
 
 
