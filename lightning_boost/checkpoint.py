@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from lightning_boost.checkpoint_reader import PlainPlanner, PlainReader
 from lightning_boost.config import LlamaConfig, LowRankConfig, RopeScaling
@@ -43,9 +45,18 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state, flat, under the names of the parameters; nothing before its first step."""
-    # torch would take a step to make one, and so change the training that is saved
-    return get_optimizer_state_dict(model, optimizer, options=_OPTIONS) if optimizer.state else {}
+    """Return an optimizer's state, flat, under the names of the parameters; before its first step only its groups'."""
+    if optimizer.state:
+        return get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    # torch would take a step to make a state, and so change the training that is saved
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"param_groups.{names[parameter]}.{option}": value
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for option, value in group.items()
+        if option != "params"
+    }
 
 
 def save_checkpoint(path: Path, tensors: dict[str, Any], trainer_state: dict[str, Any]) -> None:
@@ -65,10 +76,10 @@ def save_checkpoint(path: Path, tensors: dict[str, Any], trainer_state: dict[str
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
-    dcp.save(tensors, checkpoint_id=unfinished)
+    dcp.save(_plain_numbers(tensors), checkpoint_id=unfinished)
     outcome: list[str | None] = [None]
     if is_first:
-        outcome[0] = _write_trainer_state(trainer_state, unfinished / TRAINER_STATE_FILE)
+        outcome[0] = _write_trainer_state(_plain_numbers(trainer_state), unfinished / TRAINER_STATE_FILE)
         if outcome[0] is None:
             _publish(unfinished, path)
         else:
@@ -123,6 +134,11 @@ def _drop_invented_state(model: nn.Module, optimizer: Optimizer, prefix: str, me
     for name, parameter in model.named_parameters():
         if not any(entry.startswith(f"{name}.") for entry in saved):
             optimizer.state.pop(parameter, None)
+
+
+def _plain_numbers(state: Any) -> Any:
+    """Return a state with Python's numbers in place of NumPy's, which schedulers are apt to compute with."""
+    return tree_map(lambda value: value.item() if isinstance(value, numpy.generic) else value, state)
 
 
 def _existing(path: Path) -> Path:

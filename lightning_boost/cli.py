@@ -90,7 +90,7 @@ class BoostCLI(LightningCLI):
             self.model.check_vocabulary(self.datamodule)
             if isinstance(strategy, BoostParallelStrategy):
                 strategy.connect(self.model)
-                strategy.check_before_start()
+                strategy.check_before_start(self.trainer)
         except ValueError as error:
             self._refuse(error)
         if checkpoint not in (None, "best", "last", "hpc", "registry") and not Path(checkpoint).is_dir():

@@ -42,6 +42,16 @@ def apply_data_axis(root: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, 
             axes = mesh[REPLICATE_AXIS, SHARD_AXIS] if data_axis == "hybrid" else mesh[DATA_AXIS]
             # the root's own parameters are used at both ends of forward: gathering them twice would gain nothing
             fully_shard(unit, mesh=axes, reshard_after_forward=unit is not root)
+    root.register_forward_hook(_end_evaluation)
+
+
+def _end_evaluation(root: nn.Module, *_: object) -> None:
+    """Put parameters back where no backward will do so: whoever asks for them next must not find gathered copies."""
+    if torch.is_grad_enabled():
+        return
+    for unit in root.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
 
 
 def set_gradient_sync(root: nn.Module, enabled: bool) -> None:

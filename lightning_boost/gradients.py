@@ -39,10 +39,16 @@ def clip_gradients_by_norm(parameters: Iterable[Parameter], max_norm: float) -> 
     """
     parameters = list(parameters)
     norm = global_gradient_norm(parameters)
+    scale_gradients(parameters, (max_norm / (norm + _EPS)).clamp(max=1.0))
+    return norm
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[Parameter], factor: Tensor | float) -> None:
+    """Multiply all gradients, in place, by a factor that is the same on every process."""
     gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, (max_norm / (norm + _EPS)).clamp(max=1.0))
-    return norm
+        torch._foreach_mul_(gradients, factor)
 
 
 def _local(tensor: Tensor) -> Tensor:

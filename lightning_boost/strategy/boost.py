@@ -1,7 +1,7 @@
 """``Trainer(strategy="boost")``: bottleneck-aware parallel training of an unchanged LightningModule."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,25 @@ from typing_extensions import override
 
 from lightning_boost import checkpoint as checkpoints
 from lightning_boost.data_parallel import DataAxis, set_gradient_sync
-from lightning_boost.gradients import clip_gradients_by_norm
+from lightning_boost.gradients import clip_gradients_by_norm, scale_gradients
 from lightning_boost.mesh import DATA_AXIS, TENSOR_AXIS, AutoSize, ParallelSizes, build_mesh
 from lightning_boost.parallelize import parallelize, process_0s
+from lightning_boost.strategy.accumulation import short_window_factor
 from lightning_boost.strategy.faults import report_failure
-from lightning_boost.strategy.lightning_internals import IS_INTERACTIVE, CheckedLauncher
+from lightning_boost.strategy.lightning_internals import IS_INTERACTIVE, CheckedLauncher, without_recorded_names
 from lightning_boost.strategy.module_checks import check_none_outside, check_optimizers, check_same_dtype
-from lightning_boost.strategy.probe import check_probe, probe
+from lightning_boost.strategy.probe import check_probe, probe, probe_before
+from lightning_boost.strategy.random_numbers import agree_on_random_numbers
 from lightning_boost.strategy.sizes import RequestedSizes
+from lightning_boost.strategy.trainer_checks import check_anomaly_detection, check_callbacks
 from lightning_boost.tensor_parallel.layout import Decoder, DecoderLayout, find_decoder
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 """Lightning's names of the precisions that keep training exact to their rounding."""
 
 _CHILDREN_GRACE_SECONDS = 5.0
-_SIZES = "_boost_parallel_sizes"
+_SPREAD = "_boost_parallel_spread"
+"""Sizes and data axis, on a decoder that is spread."""
 
 
 class BoostParallelStrategy(ModelParallelStrategy):
@@ -106,11 +110,11 @@ class BoostParallelStrategy(ModelParallelStrategy):
             self.check_before_start, self.cluster_environment, self.num_processes, self.num_nodes
         )
 
-    def check_before_start(self) -> None:
+    def check_before_start(self, trainer: Trainer) -> None:
         """Refuse what cannot work while there is one process and no group yet; the module is connected.
 
         Raises:
-            ValueError: If the precision, the sizes or the decoder cannot be trained so.
+            ValueError: If the precision, a callback, the sizes or the decoder cannot be trained so.
         """
         precision = self.precision_plugin.precision
         if precision not in PRECISIONS:
@@ -120,19 +124,21 @@ class BoostParallelStrategy(ModelParallelStrategy):
             )
         self.requested.check_world(self._num_all_processes, self.num_nodes)
         module = self._module
+        check_callbacks(trainer, module, self._num_all_processes)
         try:
             decoder = find_decoder(module, self.layout)
         except ValueError:
             if is_overridden("configure_model", module):
                 return
             raise
-        self._resolve_sizes(decoder)
+        check_anomaly_detection(trainer, self._resolve_sizes(decoder))
 
     def _resolve_sizes(self, decoder: Decoder) -> ParallelSizes:
         """Check the decoder and return the mesh's sizes for it."""
-        already: ParallelSizes | None = decoder.root.__dict__.get(_SIZES)
-        if already is not None:
-            self.requested.check_same(already)
+        if _SPREAD in decoder.root.__dict__:
+            already: ParallelSizes
+            already, data_axis = decoder.root.__dict__[_SPREAD]
+            self.requested.check_same(already, data_axis)
             already.check_world(self._num_all_processes)
             return already
         sizes = self.requested.resolve(decoder, self.num_processes, self.num_nodes)
@@ -154,7 +160,7 @@ class BoostParallelStrategy(ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         """Start the process group; the mesh waits for the model, which tells the sizes it allows."""
-        self.check_before_start()
+        self.check_before_start(self._module.trainer)
         self._num_runs += 1
         self._setup_distributed()
 
@@ -163,7 +169,9 @@ class BoostParallelStrategy(ModelParallelStrategy):
         """Spread the model over the mesh, once, and make the optimizers on what results."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self._parallelize()
+        with without_recorded_names(trainer):
+            self._parallelize()
+        check_anomaly_detection(trainer, self.sizes)
         self.model_to_device()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -179,13 +187,13 @@ class BoostParallelStrategy(ModelParallelStrategy):
         module._device_mesh = self._device_mesh
         before = next(decoder.root.parameters()).dtype
         self.model = self.precision_plugin.convert_module(module)
-        if _SIZES in decoder.root.__dict__ and sizes.data_parallel_size > 1:
+        if _SPREAD in decoder.root.__dict__ and sizes.data_parallel_size > 1:
             check_same_dtype(before, next(decoder.root.parameters()).dtype)
-        if _SIZES not in decoder.root.__dict__:
+        if _SPREAD not in decoder.root.__dict__:
             self._spread(decoder)
-            decoder.root.__dict__[_SIZES] = sizes
+            decoder.root.__dict__[_SPREAD] = (sizes, self.requested.data_axis)
         self._root = decoder.root
-        self._agree_on_random_numbers()
+        agree_on_random_numbers(self._device_mesh[TENSOR_AXIS].get_group(), self.root_device)
         data_mesh = self._device_mesh[DATA_AXIS]
         for metric in module.modules():
             if isinstance(metric, Metric):
@@ -193,26 +201,13 @@ class BoostParallelStrategy(ModelParallelStrategy):
                 metric.process_group = data_mesh.get_group() if data_mesh.size() > 1 else None
                 metric.distributed_available_fn = _is_distributed if data_mesh.size() > 1 else _is_alone
 
-    def _agree_on_random_numbers(self) -> None:
-        """Have the processes of a replica draw the same numbers where no ``seed_everything`` has seen to it."""
-        group = self.device_mesh[TENSOR_AXIS].get_group()
-        first = [torch.get_rng_state()]
-        dist.broadcast_object_list(first, group=group, group_src=0)
-        torch.set_rng_state(first[0])
-
     def _spread(self, decoder: Decoder) -> None:
         """Replace the decoder's layers, and check on the model itself that nothing changed."""
         vocab_size = decoder.root.get_parameter(f"{decoder.layout.head}.weight").shape[0]
         before = None
         if self.sizes.tensor_parallel_size > 1:
-            with suppress(Exception):
-                # whatever keeps a model from taking bare token ids only keeps it from being probed
-                before, again = (probe(decoder.root, vocab_size, seed=seed) for seed in (0, 1))
-                if before is not None and again is not None and not torch.equal(before, again):
-                    # it draws random numbers in evaluation too
-                    before = None
             # the processes' weights may differ still: process 0's are the ones that count
-            before = self.broadcast(before)
+            before = self.broadcast(probe_before(decoder.root, vocab_size))
         for buffer in self._module.buffers():
             if not buffer.is_meta:
                 buffer.copy_(process_0s(buffer, self.root_device))
@@ -231,7 +226,7 @@ class BoostParallelStrategy(ModelParallelStrategy):
         """Call ``configure_optimizers`` on the spread model.
 
         Raises:
-            ValueError: If an optimizer holds parameters from before.
+            ValueError: If an optimizer holds parameters from before, or works on whole ones.
         """
         super().setup_optimizers(trainer)
         check_optimizers(self._module, self.optimizers)
@@ -276,17 +271,17 @@ class BoostParallelStrategy(ModelParallelStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Go backward; a last window of accumulation that is shorter than the others weighs as much as they do."""
-        return super().backward(closure_loss * self._window_weight(), optimizer, *args, **kwargs)
-
-    def _window_weight(self) -> float:
-        """Return by how much Lightning divides the loss too often: it takes every window for a full one."""
-        trainer = self._module.trainer
-        window, num_batches = trainer.accumulate_grad_batches, trainer.num_training_batches
-        if not self._module.automatic_optimization or window == 1 or num_batches == float("inf"):
-            return 1.0
-        rest = int(num_batches) % window
-        is_in_last = trainer.fit_loop.epoch_loop.batch_idx >= num_batches - rest
-        return window / rest if is_in_last else 1.0
+        plugin, module = self.precision_plugin, self._module
+        self.pre_backward(closure_loss)
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        factor = short_window_factor(module.trainer)
+        if optimizer is not None and factor != 1.0:
+            # whoever looks at gradients from on_after_backward on finds them complete
+            scale_gradients(plugin.main_params(optimizer), factor)
+        closure_loss = plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
 
     @override
     @contextmanager

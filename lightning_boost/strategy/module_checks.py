@@ -4,17 +4,32 @@ from collections.abc import Sequence
 
 import torch
 from lightning.pytorch import LightningModule
-from torch.optim import Optimizer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
 
 from lightning_boost.tensor_parallel.layout import Decoder
 
+_ON_WHOLE_PARAMETERS = (LBFGS, Adafactor, Rprop)
+
+
+def _is_shared_out(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements)
+
 
 def check_optimizers(module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
-    """Check that optimizers hold the module's parameters as they are now.
+    """Check that optimizers hold the module's parameters as they are now, and need no more than a share of each.
 
     Raises:
-        ValueError: If one holds parameters from before the swap.
+        ValueError: If one holds parameters from before the swap, or works on whole ones where each process has a share.
     """
+    for optimizer in optimizers:
+        if isinstance(optimizer, _ON_WHOLE_PARAMETERS) and any(map(_is_shared_out, module.parameters())):
+            raise ValueError(
+                f"configure_optimizers returned {type(optimizer).__name__}, which computes with whole parameters where"
+                " each process has a share. Return one that treats every number by itself, AdamW for instance, or set"
+                " tensor_parallel_size to 1 and data_axis to 'replicate'."
+            )
     names = {id(parameter) for parameter in module.parameters()}
     held = [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
     stale = sum(id(parameter) not in names for parameter in held)

@@ -5,12 +5,36 @@ or counts features where it should not, would train something else without a wor
 """
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 NUM_TOKENS = 16
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-10, torch.bfloat16: 0.5}
 """Relative error that splitting may cost a deep model with large weights. Defects that matter cost more; in bf16 only
 coarse ones are told apart from rounding."""
+
+
+def probe_before(model: nn.Module, vocab_size: int) -> Tensor | None:
+    """Return what the model gives before the swap; ``None``, with a warning, if nothing can be learned from that.
+
+    A model on the meta device has nothing to give yet, and nothing is said.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return None
+    reason = "it gives neither logits nor an object that holds them"
+    try:
+        first, second = (probe(model, vocab_size, seed=seed) for seed in (0, 1))
+    except Exception as error:  # a user's forward may raise anything
+        first, reason = None, f"{type(error).__name__}: {error}"
+    else:
+        if first is not None and second is not None and not torch.equal(first, second):
+            first, reason = None, "it gives something else each time, in evaluation mode too"
+    if first is None:
+        rank_zero_warn(
+            f"Strategy 'boost' could not try {type(model).__name__} on {NUM_TOKENS} token ids to see that splitting it"
+            f" changes nothing ({reason}). See to it yourself that its forward keeps to docs/your_own_model.md."
+        )
+    return first
 
 
 @torch.no_grad()

@@ -48,19 +48,28 @@ class RequestedSizes:
                 f" set devices to a multiple of {given[0]}, or the size to a divisor of {world_size}."
             )
 
-    def check_same(self, sizes: ParallelSizes) -> None:
+    def check_same(self, sizes: ParallelSizes, data_axis: DataAxis) -> None:
         """Check that a model that an earlier Trainer has spread is wanted as it is.
 
+        Args:
+            sizes: Those of its mesh.
+            data_axis: How its replicas keep parameters; means nothing to a single one.
+
         Raises:
-            ValueError: If other sizes are given now.
+            ValueError: If other sizes or another data axis are given now.
         """
+        way_out = "Build the module anew for another layout; checkpoints load on any."
         for name in ("tensor_parallel_size", "data_parallel_size"):
             wanted, there = getattr(self, name), getattr(sizes, name)
             if wanted not in ("auto", there):
                 raise ValueError(
-                    f"{name} ({wanted}) must be {there}: an earlier Trainer has spread this module so. Build the module"
-                    " anew for another layout; checkpoints load on any."
+                    f"{name} ({wanted}) must be {there}: an earlier Trainer has spread this module so. {way_out}"
                 )
+        if sizes.data_parallel_size > 1 and self.data_axis != data_axis:
+            raise ValueError(
+                f"data_axis ({self.data_axis!r}) must be {data_axis!r}: an earlier Trainer has spread this module so."
+                f" {way_out}"
+            )
 
     def resolve(self, decoder: Decoder, num_processes: int, num_nodes: int) -> ParallelSizes:
         """Return the mesh's sizes for a model.

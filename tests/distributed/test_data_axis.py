@@ -2,13 +2,11 @@
 
 import contextlib
 import io
-from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_boost import BoostParallelStrategy, LowRankLanguageModel, TextDataModule, data_parallel
 from lightning_boost.commands.parity import SHAPES, model_config
@@ -134,76 +132,6 @@ def test_a_replica_without_a_valid_label_counts_nothing():
     assert max(run_processes(_empty_replica, 2)) < 1e-5
 
 
-class _SGD(UsersModule):
-    def __init__(self):
-        super().__init__()
-        self.steps = []
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1.0)
-
-    def on_before_optimizer_step(self, optimizer):
-        self.steps.append(global_gradient_norm(self.parameters()).item())
-
-
-def _last_window(accumulate):
-    torch.manual_seed(0)
-    module = _SGD()
-    trainer_for(accumulate_grad_batches=accumulate).fit(module, loader(num_batches=4))
-    torch.manual_seed(0)
-    expected = UsersModule()
-    expected.net.train()
-    batches, norms, start = list(loader(num_batches=4)), [], 0
-    while start < len(batches):
-        window = batches[start : start + accumulate]
-        expected.zero_grad()
-        for batch in window:
-            (expected._loss(batch) / len(window)).backward()
-        norms.append(global_gradient_norm(expected.parameters()).item())
-        with torch.no_grad():
-            for parameter in expected.parameters():
-                parameter -= parameter.grad
-        start += accumulate
-    return module.steps, norms
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_shorter_last_window_of_accumulation_weighs_as_its_own_mean(size):
-    """known_failures A60, V11: four batches, three accumulated."""
-    for found, expected in run_processes(_last_window, size, 3):
-        assert len(found) == 2
-        assert found == pytest.approx(expected, rel=1e-4)
-
-
-class _Launches(TorchDispatchMode):
-    """Counts what reaches the process groups, by operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _reductions(data_axis, accumulate):
-    torch.manual_seed(0)
-    strategy = BoostParallelStrategy(1, data_axis=data_axis)
-    trainer = trainer_for(strategy=strategy, accumulate_grad_batches=accumulate)
-    with _Launches() as launches:
-        trainer.fit(UsersModule(), loader(num_batches=4))
-    return sum(count for name, count in launches.counts.items() if "reduce_scatter" in name)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_gradients_are_reduced_once_for_each_optimizer_step(accumulate):
-    """Three units (two layers and the rest), reduced with the last batch of a window; known_failures A10."""
-    for scattered in run_processes(_reductions, 2, "shard", accumulate):
-        assert scattered == 3 * (4 // accumulate)
-
-
 def _validate():
     torch.manual_seed(0)
     module = LowRankLanguageModel(small_config(vocab_size=257, num_hidden_layers=1))
@@ -240,3 +168,47 @@ def _error_of(make_module, tensor):
 def test_calling_parts_of_the_model_past_its_forward_is_refused():
     for error in run_processes(_error_of, 4, _PastForward, 2):
         assert "training_step did not call" in error
+
+
+class _LooksAround(UsersModule):
+    """Asks between steps which parameters it has, as callbacks do that know parameters by identity."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        self.held = {id(parameter) for parameter in optimizer.param_groups[0]["params"]}
+        self.strangers = []
+        return optimizer
+
+    def look(self):
+        self.strangers.append(sum(id(parameter) not in self.held for parameter in self.parameters()))
+
+    on_train_epoch_start = on_validation_epoch_end = on_train_end = look
+
+
+def _strangers(data_axis):
+    module = _LooksAround()
+    strategy = BoostParallelStrategy(1, data_axis=data_axis)
+    trainer_for(strategy=strategy, num_sanity_val_steps=1, max_epochs=2).fit(module, loader(), loader())
+    return module.strangers
+
+
+@pytest.mark.parametrize("data_axis", ["replicate", "shard"])
+def test_between_steps_a_module_has_the_parameters_that_its_optimizer_holds(data_axis):
+    assert run_processes(_strangers, 2, data_axis) == [[0] * 6] * 2
+
+
+def _other_axis(first, second):
+    module = UsersModule()
+    trainer_for(strategy=BoostParallelStrategy(1, data_axis=first), max_steps=1).fit(module, loader())
+    try:
+        trainer_for(strategy=BoostParallelStrategy(1, data_axis=second)).validate(module, loader(), verbose=False)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_another_data_axis_for_a_module_that_is_spread_is_refused():
+    for error in run_processes(_other_axis, 2, "shard", "replicate"):
+        assert "data_axis ('replicate') must be 'shard': an earlier Trainer has spread this module so" in error
+    assert run_processes(_other_axis, 2, "shard", "shard") == ["", ""]
+    assert run_processes(_other_axis, 1, "shard", "replicate") == [""]

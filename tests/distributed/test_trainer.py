@@ -1,11 +1,16 @@
 """The strategy inside a Trainer, with modules as users write them."""
 
+import random
+import warnings
+
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lightning_boost import BoostParallelStrategy, LowRankLanguageModel, TextDataModule
+from lightning_boost.strategy.random_numbers import agree_on_random_numbers
 from tests.models import small_config, whole
 from tests.processes import run_processes
 from tests.users_module import WIDTH, UsersModule, loader, trainer_for
@@ -61,6 +66,60 @@ def test_a_checkpoint_goes_on_on_another_layout(tmp_path, saved_by, loaded_by):
     run_processes(_fit_and_save, saved_by, tmp_path / "half.ckpt", 4)
     for losses, _ in run_processes(_resume, loaded_by, tmp_path / "half.ckpt", 7):
         assert losses == pytest.approx(uninterrupted[4:], rel=1e-5)
+
+
+class _NumPySchedule(UsersModule):
+    """Its rates are NumPy's numbers, and so is what scheduler and optimizer keep of them."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: numpy.float64(0.5) ** epoch)]
+
+
+def _save_numpy_numbers(path):
+    torch.manual_seed(0)
+    module, trainer = _NumPySchedule(), trainer_for(max_epochs=2)
+    trainer.fit(module, loader(num_batches=1))
+    trainer.save_checkpoint(path)
+    return type(trainer.optimizers[0].param_groups[0]["lr"]).__name__
+
+
+def _load_numpy_numbers(path):
+    trainer = trainer_for(max_epochs=3)
+    trainer.fit(_NumPySchedule(), loader(num_batches=1), ckpt_path=path)
+    return trainer.optimizers[0].param_groups[0]["lr"]
+
+
+def test_numpy_s_numbers_are_saved_as_plain_ones(tmp_path):
+    """known_failures A03."""
+    assert run_processes(_save_numpy_numbers, 2, tmp_path / "a.ckpt") == ["float64"] * 2
+    assert run_processes(_load_numpy_numbers, 2, tmp_path / "a.ckpt") == pytest.approx([1e-2 * 0.5**3] * 2)
+
+
+class _OtherRate(UsersModule):
+    """Changes its learning rate before the first step, as a search for a good one does."""
+
+    rate = None
+
+    def on_train_start(self):
+        group = self.trainer.optimizers[0].param_groups[0]
+        if self.rate is None:
+            self.rate = group["lr"]
+            return
+        group["lr"] = self.rate
+        self.trainer.save_checkpoint(self.path)
+
+
+def _rate_before_the_first_step(path):
+    first, second = _OtherRate(), _OtherRate()
+    first.rate, first.path = 0.25, path
+    trainer_for(max_steps=1).fit(first, loader())
+    trainer_for(max_steps=1).fit(second, loader(), ckpt_path=path)
+    return second.rate
+
+
+def test_options_of_an_optimizer_that_has_taken_no_step_are_saved(tmp_path):
+    assert run_processes(_rate_before_the_first_step, 2, tmp_path / "a.ckpt") == [0.25, 0.25]
 
 
 def _overwrite(path):
@@ -155,3 +214,73 @@ def _error_of(module_class, **options):
 def test_what_would_train_something_else_is_refused(module_class, message):
     for error in run_processes(_error_of, 2, module_class):
         assert message in error
+
+
+class _Draws(UsersModule):
+    """Draws numbers from all generators that a process has."""
+
+    def on_train_start(self):
+        self.drawn = [torch.rand(()).item(), float(numpy.random.random()), random.random()]
+
+
+def _drawn():
+    module, own_seed = _Draws(), dist.get_rank()
+    torch.manual_seed(own_seed)
+    numpy.random.seed(own_seed)
+    random.seed(own_seed)
+    trainer_for(max_steps=1).fit(module, loader())
+    return module.drawn
+
+
+def test_processes_that_share_layers_draw_the_same_random_numbers():
+    first, second = run_processes(_drawn, 2)
+    assert first == second
+
+
+def _states_of_devices():
+    """Agree with devices that are not there: each has its process's number as its state."""
+    set_to = {}
+    torch.cuda.get_rng_state = lambda device: torch.tensor(device.index)
+    torch.cuda.set_rng_state = lambda state, device: set_to.update({device.index: state.item()})
+    agree_on_random_numbers(dist.group.WORLD, torch.device("cuda", dist.get_rank()))
+    return set_to
+
+
+def test_a_process_sets_its_own_device_to_the_state_of_the_first_s():
+    assert run_processes(_states_of_devices, 2) == [{0: 0}, {1: 0}]
+
+
+class _NeedsMore(UsersModule):
+    def __init__(self):
+        super().__init__()
+        forward = self.net.forward
+        self.net.forward = lambda input_ids, *, mask: forward(input_ids)
+
+    def _loss(self, batch):
+        return self.net(batch["input_ids"], mask=None).square().mean()
+
+
+class _NeverTheSame(UsersModule):
+    def __init__(self):
+        super().__init__()
+        forward = self.net.forward
+        self.net.forward = lambda input_ids: forward(input_ids) + random.random()
+
+
+def _warnings_of(make_module):
+    trainer, module = trainer_for(max_steps=1), make_module()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader())
+    return [str(warning.message) for warning in caught if "could not try" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("make_module", "reason"),
+    [(_NeedsMore, "TypeError"), (_NeverTheSame, "it gives something else each time"), (UsersModule, None)],
+)
+def test_a_model_that_cannot_be_tried_before_and_after_is_told_once(make_module, reason):
+    first, second = run_processes(_warnings_of, 2, make_module)
+    assert second == []
+    assert len(first) == (reason is not None)
+    assert all(reason in message for message in first)
