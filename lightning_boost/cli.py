@@ -32,6 +32,7 @@ DESCRIPTION = (
 )
 
 _UNKNOWN_OPTION = re.compile(r"(?:does not accept option|Option) '([^']+)'|[Uu]nrecognized arguments: --([^\s=]+)")
+_FAILED_CLASS = re.compile(r"Problem with given class_path '([^']+)':\n((?: {4,}.*\n)+)")
 _NAMED_IN_RECIPES = (BoostParallelStrategy, RunSummary, TokenThroughput)
 
 
@@ -77,7 +78,7 @@ class BoostCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (ValueError, OSError) as error:
-            self._refuse(error)
+            self._refuse(_cause(str(error)))
 
     def _refuse(self, error: Exception | str) -> NoReturn:
         assert self.subcommand is not None
@@ -98,6 +99,12 @@ class BoostCLI(LightningCLI):
             self._refuse(f"ckpt_path ({checkpoint}) {is_file if Path(checkpoint).exists() else 'does not exist'}.")
 
     before_fit = before_validate = before_test = before_predict = _check
+
+
+def _cause(message: str) -> str:
+    """Return the part that tells why a class could not be built, without the other types that would also do there."""
+    failed = _FAILED_CLASS.search(message)
+    return f"{failed[1]} cannot be used: {' '.join(failed[2].split())}" if failed else message
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -64,7 +64,8 @@ class LowRankLanguageModel(LightningModule):
     """Pre-training of a low-rank LLaMA: AdamW, linear warm-up, cosine to a tenth of the peak.
 
     Logs ``train_loss`` and ``gradient_norm`` on each step, and ``val_loss`` and ``val_perplexity`` (or ``test_…``) as
-    means over all valid tokens. A batch is a dict of ``input_ids`` and ``labels``, each ``[B, T]``.
+    means over all valid tokens. A batch is a dict of ``input_ids`` and ``labels``, each ``[B, T]``, and of what else
+    the model takes, such as ``document_ids``.
 
     Args:
         config: Sizes and kind of the model.
@@ -156,9 +157,9 @@ class LowRankLanguageModel(LightningModule):
             )
 
     @override
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return logits ``[B, T, V]``, or with labels the mean loss."""
-        output: Tensor = self.model(input_ids, labels=labels)
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **others: Tensor) -> Tensor:
+        """Return logits ``[B, T, V]``, or with labels the mean loss; ``others`` of the batch go to the model."""
+        output: Tensor = self.model(input_ids, labels=labels, **others)
         return output
 
     @override
@@ -192,7 +193,7 @@ class LowRankLanguageModel(LightningModule):
     @override
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Return logits ``[B, T, V]``."""
-        return self.forward(batch["input_ids"])
+        return self.forward(**{name: values for name, values in batch.items() if name != "labels"})
 
     @override
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:

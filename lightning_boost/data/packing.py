@@ -1,7 +1,9 @@
 """Documents packed into sequences of one length."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,50 +13,130 @@ from typing_extensions import override
 from lightning_boost.config import IGNORED_LABEL
 from lightning_boost.data.tokenizers import Tokenizer
 
+Packing = Literal["across_documents", "separate_documents", "one_document"]
+PackedSequence = dict[str, Tensor]
 
-class PackedDataset(Dataset[dict[str, Tensor]]):
-    """Documents laid end to end, each closed by an end-of-document token, and cut every ``T`` tokens.
 
-    Attention crosses from one document to the next. The last sequence is filled up with end-of-document tokens whose
-    labels are ignored, so every token of the text is read exactly once; all but the first of a sequence are predicted.
+@dataclass(frozen=True)
+class Packer:
+    """Makes sequences of ``T`` tokens of documents, each closed by its end token.
+
+    ======================  ============================================================================================
+    ``across_documents``    documents end to end, cut every ``T`` tokens; attention crosses from one to the next
+    ``separate_documents``  the same sequences, and ``document_ids``, which keep documents apart; the first token of a
+                            document is not predicted
+    ``one_document``        a sequence for each document with text: what is behind its first ``T`` tokens is left out
+    ======================  ============================================================================================
+
+    A sequence is a dict of ``input_ids`` and ``labels``, each ``[T]``, and where documents are kept apart
+    ``document_ids`` ``[T]``, which count the documents of the sequence from 0. The model shifts the labels.
+
+    Raises:
+        ValueError: If the length is below 2.
+    """
+
+    tokenizer: Tokenizer
+    sequence_length: int
+    """``T``, at least 2."""
+
+    packing: Packing = "across_documents"
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 2:
+            raise ValueError(
+                f"sequence_length ({self.sequence_length}) must be at least 2: each token predicts the next."
+            )
+
+    def pack(self, documents: Iterable[str], *, fill_last: bool) -> Iterator[PackedSequence]:
+        """Yield the sequences of ``documents``.
+
+        Args:
+            documents: Texts, read as they are needed.
+            fill_last: Whether a last sequence that is not whole is filled up, or else left out.
+        """
+        if self.packing == "one_document":
+            return self._one_each(documents)
+        return self._end_to_end(documents, fill_last)
+
+    def empty(self) -> PackedSequence:
+        """Return a sequence that predicts nothing."""
+        return self._sequence([], [])
+
+    def _one_each(self, documents: Iterable[str]) -> Iterator[PackedSequence]:
+        for text in documents:
+            ids = self.tokenizer.encode(text)
+            if ids:
+                kept = [*ids, self.tokenizer.end_of_document][: self.sequence_length]
+                yield self._sequence(kept, [0] * len(kept))
+
+    def _end_to_end(self, documents: Iterable[str], fill_last: bool) -> Iterator[PackedSequence]:
+        ids: list[int] = []
+        owners: list[int] = []
+        for owner, text in enumerate(documents):
+            ids += [*self.tokenizer.encode(text), self.tokenizer.end_of_document]
+            owners += [owner] * (len(ids) - len(owners))
+            whole = len(ids) - len(ids) % self.sequence_length
+            for start in range(0, whole, self.sequence_length):
+                part = slice(start, start + self.sequence_length)
+                yield self._sequence(ids[part], owners[part])
+            ids, owners = ids[whole:], owners[whole:]
+        if ids and fill_last:
+            yield self._sequence(ids, owners)
+
+    def _sequence(self, ids: list[int], owners: list[int]) -> PackedSequence:
+        """Return a sequence of at most ``T`` ids, filled up.
+
+        The fill stands behind the text, where no token of the text looks, and predicts nothing: it needs no mask.
+        """
+        missing = self.sequence_length - len(ids)
+        input_ids = torch.tensor(ids + [self.tokenizer.end_of_document] * missing)
+        labels = torch.tensor(ids + [IGNORED_LABEL] * missing)
+        if self.packing != "separate_documents":
+            return {"input_ids": input_ids, "labels": labels}
+        # the fill counts as part of the last document
+        owner = torch.tensor(owners + (owners[-1:] or [0]) * missing)
+        is_first = owner.diff(prepend=owner[:1] - 1) != 0
+        # what stands in front of it is another document, or nothing
+        labels = labels.masked_fill(is_first, IGNORED_LABEL)
+        return {"input_ids": input_ids, "labels": labels, "document_ids": is_first.cumsum(0) - 1}
+
+
+class PackedDataset(Dataset[PackedSequence]):
+    """All sequences of some documents, in memory; the last one is filled up.
 
     Args:
         documents: Texts, in order.
-        tokenizer: Turns them into token ids.
-        sequence_length: ``T``, at least 2.
+        packer: Makes sequences of them.
 
     Raises:
-        ValueError: If the length is below 2 or there is no text.
+        ValueError: If there is no text.
     """
 
-    def __init__(self, documents: Sequence[str], tokenizer: Tokenizer, sequence_length: int) -> None:
-        if sequence_length < 2:
-            raise ValueError(f"sequence_length ({sequence_length}) must be at least 2: each token predicts the next.")
-        ids = [token for text in documents for token in (*tokenizer.encode(text), tokenizer.end_of_document)]
-        if len(ids) <= len(documents):
+    def __init__(self, documents: Sequence[str], packer: Packer) -> None:
+        sequences = list(packer.pack(documents, fill_last=True))
+        end = packer.tokenizer.end_of_document
+        if all(bool((sequence["input_ids"] == end).all()) for sequence in sequences):
             raise ValueError("the documents hold no text.")
-        self.num_tokens = len(ids)
-        missing = -len(ids) % sequence_length
-        shape = (-1, sequence_length)
-        self._input_ids = torch.tensor(ids + [tokenizer.end_of_document] * missing).view(shape)
-        self._labels = torch.tensor(ids + [IGNORED_LABEL] * missing).view(shape)
+        self.packer = packer
+        self.num_empty = 0
+        self._columns = {name: torch.stack([sequence[name] for sequence in sequences]) for name in sequences[0]}
 
     def padded_to(self, multiple: int) -> "PackedDataset":
-        """Return the same sequences, and as many that hold nothing as make their number a multiple.
+        """Return the same sequences, and as many that predict nothing as make their number a multiple.
 
         Replicas then get equally many without one being counted twice.
         """
         padded = copy(self)
-        missing = -len(self) % multiple
-        empty = self._input_ids[:1].expand(missing, -1)
-        padded._input_ids = torch.cat([self._input_ids, empty])
-        padded._labels = torch.cat([self._labels, torch.full_like(empty, IGNORED_LABEL)])
+        padded.num_empty = -len(self) % multiple
         return padded
 
     def __len__(self) -> int:
-        return len(self._input_ids)
+        return len(self._columns["input_ids"]) + self.num_empty
 
     @override
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``labels``, each ``[T]``; the model shifts the labels."""
-        return {"input_ids": self._input_ids[index], "labels": self._labels[index]}
+    def __getitem__(self, index: int) -> PackedSequence:
+        """Return a sequence."""
+        index = range(len(self))[index]  # raises where there is none, which ends a loop
+        if index >= len(self) - self.num_empty:
+            return self.packer.empty()
+        return {name: column[index] for name, column in self._columns.items()}

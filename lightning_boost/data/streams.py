@@ -1,16 +1,14 @@
 """Documents from anything that the ``datasets`` library loads, read as they are needed and mixed by weight."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count, islice
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
-from lightning_boost.data.tokenizers import Tokenizer
+from lightning_boost.data.packing import PackedSequence, Packer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +16,7 @@ class StreamSource:
     """One part of a mixture.
 
     Raises:
-        ValueError: If the weight is not above 0.
+        ValueError: If the weight is not above 0, or the window below 1.
     """
 
     dataset: str
@@ -32,92 +30,125 @@ class StreamSource:
     data_files: list[str] | None = None
     text_field: str = "text"
     weight: float = 1.0
-    """How often documents are taken from it, relative to the other parts."""
+    """How often documents are taken from it, relative to the other parts; validation takes all."""
+
+    shuffle_window: int = 1000
+    """Documents of it among which the next one is drawn; 1 keeps the order, as validation always does."""
 
     def __post_init__(self) -> None:
         if self.weight <= 0:
             raise ValueError(f"weight ({self.weight}) of dataset {self.dataset} must be above 0; leave the part out.")
+        if self.shuffle_window < 1:
+            raise ValueError(
+                f"shuffle_window ({self.shuffle_window}) of dataset {self.dataset} must be at least 1: that keeps the"
+                " order."
+            )
 
 
-class PackedStream(IterableDataset[dict[str, Tensor]]):
-    """A mixture of streams, shuffled in a window, tokenized and packed; each replica sees its own part.
+class PackedStream(IterableDataset[PackedSequence]):
+    """A mixture to train on, without end: shuffled in windows and packed; each replica sees its own documents.
 
     What is read depends on the seed, the sources and the number of replicas, and on nothing else. When the first of the
     sources ends the mixture begins anew, so no replica, however short its part, lets the others wait.
 
     Args:
         sources: Parts of the mixture.
-        tokenizer: Turns documents into ids.
-        sequence_length: ``T``.
+        packer: Makes sequences of documents.
         seed: Of the mixture and the shuffling.
-        shuffle_window: Documents among which the next one is drawn; 1 keeps the order.
         num_replicas: Replicas.
         replica: Which of them this is.
-        repeat: Whether to begin anew without end.
 
     Raises:
         ValueError: If the sources hold too little for one sequence.
     """
 
     def __init__(
-        self,
-        sources: Sequence[StreamSource],
-        tokenizer: Tokenizer,
-        sequence_length: int,
-        *,
-        seed: int,
-        shuffle_window: int,
-        num_replicas: int,
-        replica: int,
-        repeat: bool = True,
+        self, sources: Sequence[StreamSource], packer: Packer, *, seed: int, num_replicas: int = 1, replica: int = 0
     ) -> None:
-        self.repeat = repeat
-        self.tokenizer = tokenizer
-        self.sequence_length = sequence_length
-        self.documents = _mixed(sources, seed, shuffle_window, num_replicas, replica)
+        self.sources = sources
+        self.packer = packer
+        self.seed = seed
+        self.num_replicas = num_replicas
+        self.replica = replica
 
     @override
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yield ``input_ids`` and ``labels``, each ``[T]``."""
+    def __iter__(self) -> Iterator[PackedSequence]:
+        """Yield sequences."""
         for epoch in count():
-            # another order of the window's documents each time
-            self.documents.set_epoch(epoch)
             is_empty = True
-            for sequence in self._once():
+            for sequence in self.one_pass(epoch):
                 is_empty = False
-                yield {"input_ids": sequence, "labels": sequence}
-            if not self.repeat:
-                return
+                yield sequence
             if is_empty:
                 raise ValueError(
-                    f"a replica's part of the streams holds less than one sequence ({self.sequence_length} tokens):"
-                    " give more text, or set sequence_length lower."
+                    "a replica's part of the streams holds less than one sequence"
+                    f" ({self.packer.sequence_length} tokens): give more text, or set sequence_length lower."
                 )
 
-    def _once(self) -> Iterator[Tensor]:
-        rest: list[int] = []
-        for document in self.documents:
-            ids = [*rest, *self.tokenizer.encode(document["text"]), self.tokenizer.end_of_document]
-            whole = len(ids) - len(ids) % self.sequence_length
-            yield from torch.tensor(ids[:whole], dtype=torch.long).view(-1, self.sequence_length)
-            rest = ids[whole:]
+    def one_pass(self, epoch: int) -> Iterator[PackedSequence]:
+        """Yield the sequences until the first of the sources ends; each epoch has another order."""
+        from datasets.distributed import split_dataset_by_node
+
+        mixed = _mixed(self.sources, self.seed + epoch)
+        part = split_dataset_by_node(mixed, rank=self.replica, world_size=self.num_replicas)
+        # a rest that fills no sequence is left out: there is more to read
+        yield from self.packer.pack(_texts(part), fill_last=False)
 
 
-def _mixed(sources: Sequence[StreamSource], seed: int, window: int, num_replicas: int, replica: int) -> Any:
-    from datasets import interleave_datasets, load_dataset
-    from datasets.distributed import split_dataset_by_node
+class DealtStream(IterableDataset[PackedSequence]):
+    """Sources to validate on, read once, one after the other and in their order; every token is counted once.
+
+    Each replica reads and packs everything, and takes its turn of the sequences. That costs reading, but whole rounds
+    only are dealt, the last one filled up with sequences that predict nothing: replicas get equally many without
+    knowing how many there are, and none waits for another.
+
+    Args:
+        sources: What is read.
+        packer: Makes sequences of documents.
+        num_replicas: Replicas.
+        replica: Which of them this is.
+    """
+
+    def __init__(
+        self, sources: Sequence[StreamSource], packer: Packer, *, num_replicas: int = 1, replica: int = 0
+    ) -> None:
+        self.sources = sources
+        self.packer = packer
+        self.num_replicas = num_replicas
+        self.replica = replica
+
+    @override
+    def __iter__(self) -> Iterator[PackedSequence]:
+        """Yield this replica's sequences."""
+        documents = chain.from_iterable(_texts(_load(source)) for source in self.sources)
+        sequences = self.packer.pack(documents, fill_last=True)
+        while dealt := list(islice(sequences, self.num_replicas)):
+            yield dealt[self.replica] if self.replica < len(dealt) else self.packer.empty()
+
+
+def _load(source: StreamSource) -> Any:
+    """Return a source with one column, ``text``."""
+    from datasets import load_dataset
+
+    stream = load_dataset(
+        source.dataset, source.name, split=source.split, data_files=source.data_files, streaming=True
+    ).select_columns([source.text_field])
+    return stream if source.text_field == "text" else stream.rename_column(source.text_field, "text")
+
+
+def _mixed(sources: Sequence[StreamSource], seed: int) -> Any:
+    from datasets import interleave_datasets
 
     streams = []
     for source in sources:
-        stream = load_dataset(
-            source.dataset, source.name, split=source.split, data_files=source.data_files, streaming=True
-        ).select_columns([source.text_field])
-        streams.append(stream if source.text_field == "text" else stream.rename_column(source.text_field, "text"))
-    mixed = streams[0]
-    if len(streams) > 1:
-        total = sum(source.weight for source in sources)
-        probabilities = [source.weight / total for source in sources]
-        mixed = interleave_datasets(streams, probabilities=probabilities, seed=seed)
-    if window > 1:
-        mixed = mixed.shuffle(seed=seed, buffer_size=window)
-    return split_dataset_by_node(mixed, rank=replica, world_size=num_replicas)
+        stream = _load(source)
+        is_shuffled = source.shuffle_window > 1
+        streams.append(stream.shuffle(seed=seed, buffer_size=source.shuffle_window) if is_shuffled else stream)
+    if len(streams) == 1:
+        return streams[0]
+    total = sum(source.weight for source in sources)
+    return interleave_datasets(streams, probabilities=[source.weight / total for source in sources], seed=seed)
+
+
+def _texts(stream: Iterable[Any]) -> Iterator[str]:
+    return (document["text"] for document in stream)

@@ -1,7 +1,8 @@
 """From text to token ids and back."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
 """Names under which a vocabulary's end of document is looked for."""
@@ -36,43 +37,80 @@ class ByteTokenizer:
         return bytes(token for token in token_ids if token < self.end_of_document).decode("utf-8", errors="replace")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFile:
+    """A vocabulary, and what is to be known about it."""
+
+    path: str
+    """A ``tokenizer.json``."""
+
+    end_token: str | None = None
+    """Name of the token that closes a document; none: it is looked for under the usual ones."""
+
+    num_unused_tokens: int = 0
+    """Ids at the end of the vocabulary that text never gives, and that the model has no token for; T5's: 100."""
+
+
 class FileTokenizer:
     """A vocabulary in a ``tokenizer.json``, read by the ``tokenizers`` library.
 
     Args:
-        path: The file.
-        end_token: Name of the token that closes a document; ``None``: the first of ``END_TOKENS`` that there is.
+        file: The file, its end token and its unused tokens.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the library is not installed, the file is no vocabulary, or has no such token.
+        ValueError: If the library is not installed, the file is no vocabulary, or does not fit what is said about it.
     """
 
-    def __init__(self, path: str, end_token: str | None = None) -> None:
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"tokenizer file {path} does not exist.")
-        try:
-            from tokenizers import Tokenizer as Vocabulary
-        except ImportError:
+    def __init__(self, file: TokenizerFile) -> None:
+        self.file = file
+        self._vocabulary = _read(file.path)
+        size: int = self._vocabulary.get_vocab_size()
+        if not 0 <= file.num_unused_tokens < size:
             raise ValueError(
-                f"tokenizer ({path}) needs the tokenizers library: install this package with its extra 'tokenizers'."
-            ) from None
-        try:
-            self._vocabulary = Vocabulary.from_file(path)
-        except Exception as error:
-            raise ValueError(f"tokenizer file {path} is no tokenizer.json: {error}") from None
-        self.vocab_size: int = self._vocabulary.get_vocab_size()
-        names = END_TOKENS if end_token is None else (end_token,)
-        ids = [self._vocabulary.token_to_id(name) for name in names]
-        found = [token_id for token_id in ids if token_id is not None]
-        if not found:
-            raise ValueError(f"tokenizer file {path} has none of {', '.join(names)}; name its end token in end_token.")
-        self.end_of_document: int = found[0]
+                f"num_unused_tokens ({file.num_unused_tokens}) must be at least 0 and below the {size} tokens of"
+                f" {file.path}."
+            )
+        self.vocab_size = size - file.num_unused_tokens
+        self.end_of_document = self._find_end()
+
+    def _find_end(self) -> int:
+        names = END_TOKENS if self.file.end_token is None else (self.file.end_token,)
+        ids = {name: self._vocabulary.token_to_id(name) for name in names}
+        name = next((name for name in names if ids[name] is not None), None)
+        if name is None:
+            raise ValueError(
+                f"tokenizer file {self.file.path} has none of {', '.join(names)}; name its end token in end_token."
+            )
+        end: int = ids[name]
+        if end >= self.vocab_size:
+            raise ValueError(
+                f"num_unused_tokens ({self.file.num_unused_tokens}) must not count the end token {name} (id {end}) of"
+                f" {self.file.path}; set it to {self.vocab_size + self.file.num_unused_tokens - 1 - end} at most, or"
+                " name another end_token."
+            )
+        return end
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of ``text``."""
-        ids: list[int] = self._vocabulary.encode(text, add_special_tokens=False).ids
+        """Return the ids of ``text``.
+
+        Raises:
+            ValueError: If one of them was said to be unused.
+        """
+        encoding = self._vocabulary.encode(text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        if self.file.num_unused_tokens and max(ids, default=0) >= self.vocab_size:
+            self._refuse(text, encoding)
         return ids
+
+    def _refuse(self, text: str, encoding: Any) -> NoReturn:
+        place = next(place for place, token in enumerate(encoding.ids) if token >= self.vocab_size)
+        start, end = encoding.offsets[place]
+        raise ValueError(
+            f"num_unused_tokens ({self.file.num_unused_tokens}) must count only tokens of {self.file.path} that text"
+            f" never gives, but id {encoding.ids[place]} ({encoding.tokens[place]}) stands in"
+            f" {text[max(0, start - 20) : end + 20]!r}; take it out of the text, or lower num_unused_tokens."
+        )
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of ``token_ids``."""
@@ -80,6 +118,23 @@ class FileTokenizer:
         return text
 
 
-def load_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
+def _read(path: str) -> Any:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"tokenizer file {path} does not exist.")
+    try:
+        from tokenizers import Tokenizer as Vocabulary
+    except ImportError:
+        raise ValueError(
+            f"tokenizer ({path}) needs the tokenizers library: install this package with its extra 'tokenizers'."
+        ) from None
+    try:
+        return Vocabulary.from_file(path)
+    except Exception as error:
+        raise ValueError(f"tokenizer file {path} is no tokenizer.json: {error}") from None
+
+
+def load_tokenizer(given: str | TokenizerFile) -> Tokenizer:
     """Return ``bytes``' tokenizer, or that of a ``tokenizer.json`` file."""
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(name, end_token)
+    if given == "bytes":
+        return ByteTokenizer()
+    return FileTokenizer(TokenizerFile(path=given) if isinstance(given, str) else given)

@@ -1,30 +1,78 @@
 import json
+import string
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 import tokenizers
+import torch
 
 from lightning_boost.config import IGNORED_LABEL
-from lightning_boost.data.packing import PackedDataset
+from lightning_boost.data.packing import PackedDataset, Packer
 from lightning_boost.data.sources import builtin_documents, hold_out, read_documents
-from lightning_boost.data.streams import PackedStream, StreamSource
-from lightning_boost.data.tokenizers import ByteTokenizer, load_tokenizer
+from lightning_boost.data.streams import DealtStream, PackedStream, StreamSource
+from lightning_boost.data.tokenizers import ByteTokenizer, TokenizerFile, load_tokenizer
 from lightning_boost.data_module import TextDataModule
+from lightning_boost.language_model import LowRankLanguageModel
+from lightning_boost.model.loss import count_valid, next_tokens
+from tests.models import small_config
+
+END, NONE = ByteTokenizer.end_of_document, IGNORED_LABEL
+PACKINGS = ("across_documents", "separate_documents", "one_document")
 
 
-def test_every_token_is_packed_once_and_padding_is_ignored():
-    dataset = PackedDataset(["abc", "de"], ByteTokenizer(), sequence_length=4)
-    assert [dataset[index]["input_ids"].tolist() for index in range(2)] == [[97, 98, 99, 256], [100, 101, 256, 256]]
-    assert dataset[1]["labels"].tolist() == [100, 101, 256, IGNORED_LABEL]
-    assert len(dataset) == 2
-    assert dataset.num_tokens == 7
+def _columns(documents, sequence_length, packing, **options):
+    """Give each key's rows, of documents whose tokens are their letters."""
+    given = {"fill_last": True, **options}
+    sequences = list(Packer(ByteTokenizer(), sequence_length, packing).pack(documents, **given))
+    return {name: [sequence[name].tolist() for sequence in sequences] for name in sequences[0]}
+
+
+def test_documents_are_laid_end_to_end_and_the_fill_is_ignored():
+    assert _columns(["abc", "de"], 4, "across_documents") == {
+        "input_ids": [[97, 98, 99, END], [100, 101, END, END]],
+        "labels": [[97, 98, 99, END], [100, 101, END, NONE]],
+    }
+    assert len(_columns(["abc", "de"], 4, "across_documents", fill_last=False)["labels"]) == 1
+
+
+def test_documents_are_kept_apart_and_their_first_token_is_not_predicted():
+    """The second is cut: where it goes on nothing is in front of it either."""
+    columns = _columns(["a", "bcdef", "g", "h"], 5, "separate_documents")
+    assert columns == {
+        "input_ids": [[97, END, 98, 99, 100], [101, 102, END, 103, END], [104, END, END, END, END]],
+        "labels": [[NONE, END, NONE, 99, 100], [NONE, 102, END, NONE, END], [NONE, END, NONE, NONE, NONE]],
+        "document_ids": [[0, 0, 1, 1, 1], [0, 0, 0, 1, 1], [0, 0, 0, 0, 0]],
+    }
+    assert columns["input_ids"] == _columns(["a", "bcdef", "g", "h"], 5, "across_documents")["input_ids"]
+
+
+def test_each_document_is_a_sequence_cut_or_filled():
+    assert _columns(["a", "", "bcd", "efghij"], 4, "one_document") == {
+        "input_ids": [[97, END, END, END], [98, 99, 100, END], [101, 102, 103, 104]],
+        "labels": [[97, END, NONE, NONE], [98, 99, 100, END], [101, 102, 103, 104]],
+    }
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_padding_to_a_multiple_adds_what_predicts_nothing(packing):
+    dataset = PackedDataset(["abc", "de", "fghijk", "l"], Packer(ByteTokenizer(), 4, packing))
+    padded = dataset.padded_to(5)
+    assert len(dataset) == 4
+    assert len(padded) == 5
+    assert all(padded[index]["labels"].equal(dataset[index]["labels"]) for index in range(4))
+    assert padded[4].keys() == padded[0].keys()
+    assert padded[4]["labels"].tolist() == padded[-1]["labels"].tolist() == [NONE] * 4
+    for sequence in padded:
+        assert {(values.dtype, values.shape) for values in sequence.values()} == {(torch.int64, (4,))}
 
 
 @pytest.mark.parametrize(("documents", "length", "message"), [(["a"], 1, "at least 2"), (["", ""], 8, "no text")])
-def test_packing_refuses_what_cannot_be_learnt_from(documents, length, message):
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_packing_refuses_what_cannot_be_learnt_from(documents, length, message, packing):
     with pytest.raises(ValueError, match=message):
-        PackedDataset(documents, ByteTokenizer(), length)
+        PackedDataset(documents, Packer(ByteTokenizer(), length, packing))
 
 
 def test_bytes_go_there_and_back():
@@ -105,7 +153,7 @@ def test_a_vocabulary_file_is_read(vocabulary):
 
 def test_a_vocabulary_that_cannot_be_used_is_named(vocabulary, tmp_path):
     with pytest.raises(ValueError, match=r"has none of <end>; name its end token"):
-        load_tokenizer(str(vocabulary), "<end>")
+        load_tokenizer(TokenizerFile(path=str(vocabulary), end_token="<end>"))
     with pytest.raises(FileNotFoundError, match=r"tokenizer file .*nowhere.json does not exist"):
         load_tokenizer(str(tmp_path / "nowhere.json"))
     vocabulary.write_text("{}")
@@ -113,21 +161,61 @@ def test_a_vocabulary_that_cannot_be_used_is_named(vocabulary, tmp_path):
         load_tokenizer(str(vocabulary))
 
 
+def test_ids_at_the_end_that_text_never_gives_are_left_out(tmp_path):
+    """As in T5's vocabulary: the model has no token for its last 100."""
+    words = {"<unk>": 0, "a": 1, "</s>": 2, "<extra_1>": 3, "<extra_0>": 4}
+    vocabulary = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    vocabulary.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    path = str(tmp_path / "tokenizer.json")
+    vocabulary.save(path)
+
+    def left_out(number):
+        return load_tokenizer(TokenizerFile(path=path, num_unused_tokens=number))
+
+    assert left_out(0).vocab_size == 5
+    assert left_out(2).vocab_size == 3
+    assert left_out(2).encode("a b") == [1, 0]
+    assert left_out(1).encode("<extra_1>") == [3]
+    with pytest.raises(
+        ValueError, match=r"num_unused_tokens \(1\) must count .* id 4 \(<extra_0>\) stands in 'a <extra_0> b'"
+    ):
+        left_out(1).encode("a <extra_0> b")
+    with pytest.raises(ValueError, match=r"must not count the end token </s> \(id 2\) of .*; set it to 2 at most"):
+        left_out(3)
+    for number in (-1, 5):
+        with pytest.raises(
+            ValueError, match=rf"num_unused_tokens \({number}\) must be at least 0 and below the 5 tokens"
+        ):
+            left_out(number)
+
+
 @pytest.fixture
 def streams(tmp_path):
-    """Two sources of 40 one-token documents each."""
+    """Two sources of 40 one-token documents each, in their order."""
     sources = []
     for word, weight in (("a", 3.0), ("b", 1.0)):
         path = tmp_path / f"{word}.jsonl"
         path.write_text("".join(json.dumps({"content": word}) + "\n" for _ in range(40)))
-        sources.append(StreamSource(dataset="json", data_files=[str(path)], text_field="content", weight=weight))
+        given = {"data_files": [str(path)], "text_field": "content", "weight": weight, "shuffle_window": 1}
+        sources.append(StreamSource(dataset="json", **given))
     return sources
 
 
-def _read(streams, vocabulary, **options):
-    given = {"seed": 0, "shuffle_window": 1, "num_replicas": 1, "replica": 0, "repeat": False, **options}
-    stream = PackedStream(streams, load_tokenizer(str(vocabulary)), 2, **given)
-    return [sequence["input_ids"].tolist() for sequence in stream]
+@pytest.fixture
+def letters(tmp_path):
+    """A source of 26 documents, each of one letter."""
+    path = tmp_path / "letters.jsonl"
+    path.write_text("".join(json.dumps({"text": letter}) + "\n" for letter in string.ascii_lowercase))
+    return StreamSource(dataset="json", data_files=[str(path)])
+
+
+def _packer(vocabulary):
+    return Packer(load_tokenizer(str(vocabulary)), 2)
+
+
+def _read(streams, vocabulary, *, epoch=0, **options):
+    stream = PackedStream(streams, _packer(vocabulary), **{"seed": 0, **options})
+    return [sequence["input_ids"].tolist() for sequence in stream.one_pass(epoch)]
 
 
 def test_a_mixture_is_taken_by_weight_and_the_same_every_time(streams, vocabulary):
@@ -147,12 +235,36 @@ def test_replicas_share_a_stream_without_overlap(streams, vocabulary):
     assert [parts[index % 2][index // 2] for index in range(len(whole))] == whole
 
 
+def _letters_of(sequences):
+    return "".join(chr(sequence["input_ids"][0]) for sequence in sequences)
+
+
+def test_shuffled_replicas_share_a_stream_without_overlap_in_another_order_each_time(letters):
+    packer = Packer(ByteTokenizer(), 2)
+
+    def read(epoch, num_replicas=1, replica=0):
+        stream = PackedStream([letters], packer, seed=0, num_replicas=num_replicas, replica=replica)
+        return _letters_of(stream.one_pass(epoch))
+
+    orders = [read(epoch) for epoch in (0, 1)]
+    assert string.ascii_lowercase not in orders
+    assert orders[0] != orders[1]
+    for epoch, order in enumerate(orders):
+        assert sorted(order) == list(string.ascii_lowercase)
+        assert [read(epoch, 2, replica) for replica in (0, 1)] == [order[0::2], order[1::2]]
+
+
+def test_a_window_shuffles_its_source_alone(letters):
+    stream = PackedStream([replace(letters, shuffle_window=1)], Packer(ByteTokenizer(), 2), seed=0)
+    assert _letters_of(stream.one_pass(0)) == string.ascii_lowercase
+
+
 def test_a_stream_begins_anew_so_that_no_replica_waits(streams, vocabulary):
     """known_failures A55."""
-    tokenizer, once = load_tokenizer(str(vocabulary)), _read(streams, vocabulary)
+    once = _read(streams, vocabulary)
 
     def read_on():
-        stream = PackedStream(streams, tokenizer, 2, seed=0, shuffle_window=1, num_replicas=1, replica=0)
+        stream = PackedStream(streams, _packer(vocabulary), seed=0)
         return [sequence["input_ids"].tolist() for sequence in islice(stream, 3 * len(once))]
 
     more = read_on()
@@ -167,15 +279,77 @@ def test_a_replica_without_text_is_told(tmp_path, vocabulary):
     (tmp_path / "one.jsonl").write_text('{"text": "a"}\n')
     source = StreamSource(dataset="json", data_files=[str(tmp_path / "one.jsonl")])
     with pytest.raises(ValueError, match=r"holds less than one sequence \(2 tokens\): give more text"):
-        _read([source], vocabulary, num_replicas=2, replica=1, repeat=True)
+        next(iter(PackedStream([source], _packer(vocabulary), seed=0, num_replicas=2, replica=1)))
 
 
-def test_a_source_without_weight_is_refused():
-    with pytest.raises(ValueError, match=r"weight \(0\) of dataset c4 must be above 0"):
-        StreamSource(dataset="c4", weight=0)
+@pytest.mark.parametrize("option", ["weight", "shuffle_window"])
+def test_a_source_without_weight_or_window_is_refused(option):
+    with pytest.raises(ValueError, match=rf"{option} \(0\) of dataset c4 must be "):
+        StreamSource(dataset="c4", **{option: 0})
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
+def test_streams_to_validate_on_are_dealt_out_evenly_and_each_token_counts_once(
+    letters, streams, packing, num_replicas
+):
+    packer = Packer(ByteTokenizer(), 4, packing)
+    sources = [letters, *streams]
+    given = {"num_replicas": num_replicas}
+    parts = [list(DealtStream(sources, packer, replica=replica, **given)) for replica in range(num_replicas)]
+    documents = [*string.ascii_lowercase, *"a" * 40, *"b" * 40]
+    expected = [sequence["labels"].tolist() for sequence in packer.pack(documents, fill_last=True)]
+    assert {len(part) for part in parts} == {-(-len(expected) // num_replicas)}
+    dealt = [sequence["labels"].tolist() for turn in zip(*parts, strict=True) for sequence in turn]
+    assert dealt[: len(expected)] == expected
+    assert dealt[len(expected) :] == [[NONE] * 4] * (-len(expected) % num_replicas)
+
+
+def test_what_lies_in_memory_and_what_is_streamed_gives_the_same_sequences(letters):
+    given = {"packing": "separate_documents", "sequence_length": 4, "batch_size": 3, "train_streams": [letters]}
+    files = TextDataModule(validation_files=letters.data_files[0], **given)
+    streamed = TextDataModule(validation_streams=[letters], **given)
+    for data in (files, streamed):
+        data.setup("validate")
+        assert data.validation_names == [""]
+    batches = list(zip(files.val_dataloader()[0], streamed.val_dataloader()[0], strict=True))
+    assert sum(int(count_valid(next_tokens(batch["labels"]))) for batch, _ in batches) == 26
+    for batch, other in batches:
+        assert batch.keys() == other.keys() == {"input_ids", "labels", "document_ids"}
+        assert all(batch[name].equal(other[name]) for name in batch)
+
+
+def test_streams_and_named_files_are_validated_side_by_side(letters, tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 20)
+    files = [str(tmp_path / "a.txt")]
+    data = TextDataModule(train_files=files, validation_files={"a": files}, validation_streams=[letters])
+    data.setup("fit")
+    assert data.validation_names == ["", "a"]
+    assert len(data.val_dataloader()) == len(data.predict_dataloader()) == 2
+    with pytest.raises(ValueError, match="validation_files must have names"):
+        TextDataModule(validation_files=files, validation_streams=[letters])
 
 
 def test_files_and_streams_exclude_each_other(streams, tmp_path):
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ValueError, match="must not both be given"):
         TextDataModule(train_files=str(tmp_path / "a.txt"), train_streams=streams)
+
+
+def test_every_step_hands_on_what_keeps_documents_apart(letters):
+    data = TextDataModule(
+        train_streams=[letters], validation_streams=[letters], packing="separate_documents", sequence_length=4
+    )
+    given = []
+
+    def record(input_ids, labels=None, document_ids=None):
+        given.append((labels is not None, document_ids))
+        return torch.ones(())
+
+    module = LowRankLanguageModel(small_config(vocab_size=257, num_hidden_layers=1))
+    module.model.forward = record
+    batch = next(iter(data.val_dataloader()[0]))
+    for step in (module.training_step, module.validation_step, module.test_step, module.predict_step):
+        step(batch, 0)
+    assert [has_labels for has_labels, _ in given] == [True, True, True, False]
+    assert all(document_ids is batch["document_ids"] for _, document_ids in given)
