@@ -1,11 +1,12 @@
 """Text as a LightningDataModule."""
 
+import os
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
-from torch import Tensor, initial_seed
+from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -119,7 +120,8 @@ class TextDataModule(LightningDataModule):
         if self.trainer and self.trainer.max_steps == -1 and self.trainer.limit_train_batches == 1.0:
             raise ValueError("trainer.max_steps must be given with train_streams: they begin anew when they end.")
         replicas, replica = self._replica
-        seed = initial_seed() % 2**32
+        # as Lightning's sampler does; of seeds of their own, replicas would draw the same documents
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         stream = PackedStream(self.train_streams, self.packer, seed=seed, num_replicas=replicas, replica=replica)
         return DataLoader(stream, batch_size=self.batch_size, drop_last=True)
 

@@ -7,6 +7,7 @@ from itertools import islice
 import pytest
 import tokenizers
 import torch
+from lightning.pytorch import seed_everything
 
 from lightning_boost.config import IGNORED_LABEL
 from lightning_boost.data.packing import PackedDataset, Packer
@@ -15,6 +16,7 @@ from lightning_boost.data.streams import DealtStream, PackedStream, StreamSource
 from lightning_boost.data.tokenizers import ByteTokenizer, TokenizerFile, load_tokenizer
 from lightning_boost.data_module import TextDataModule
 from lightning_boost.language_model import LowRankLanguageModel
+from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.model.loss import count_valid, next_tokens
 from tests.models import small_config
 
@@ -353,3 +355,38 @@ def test_every_step_hands_on_what_keeps_documents_apart(letters):
         step(batch, 0)
     assert [has_labels for has_labels, _ in given] == [True, True, True, False]
     assert all(document_ids is batch["document_ids"] for _, document_ids in given)
+
+
+def test_a_stream_s_order_is_that_of_seed_everything_and_not_of_a_process(letters):
+    def order():
+        data = TextDataModule(train_streams=[letters], sequence_length=2, batch_size=26)
+        batch = next(iter(data.train_dataloader()))
+        return batch["input_ids"][:, 0].tolist()
+
+    seed_everything(1)
+    first = order()
+    torch.manual_seed(5)
+    assert order() == first
+    seed_everything(2)
+    assert order() != first
+
+
+def test_documents_kept_apart_are_learnt_as_if_each_stood_alone():
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(small_config(vocab_size=257))
+    documents = ["some text", "a", "more of it", "the end"]
+
+    def total_loss(packing, length):
+        total, num_tokens = torch.zeros(()), 0
+        for sequence in Packer(ByteTokenizer(), length, packing).pack(documents, fill_last=True):
+            batch = {name: values[None] for name, values in sequence.items()}
+            count = int(count_valid(next_tokens(batch["labels"])))
+            total += model(**batch) * count
+            num_tokens += count
+        return total.item(), num_tokens
+
+    apart, num_tokens = total_loss("separate_documents", 40)
+    alone, expected = total_loss("one_document", 16)
+    assert num_tokens == expected == sum(map(len, documents))
+    assert apart == pytest.approx(alone, rel=1e-5)
+    assert total_loss("across_documents", 40)[0] != pytest.approx(alone, rel=1e-3)
