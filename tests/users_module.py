@@ -126,7 +126,7 @@ def trainer_for(**options):
     defaults = {
         "accelerator": "cpu",
         "strategy": "boost",
-        "devices": dist.get_world_size(),
+        "devices": dist.get_world_size() if dist.is_initialized() else 1,
         "max_epochs": 1,
         "use_distributed_sampler": False,
         "logger": False,

@@ -334,6 +334,9 @@ class BoostParallelStrategy(ModelParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save as a directory that any layout loads."""
+        if self._root is None:
+            # a callback that saves whenever something is raised must not hide what kept the model from being set up
+            return
         if storage_options is not None:
             raise ValueError("storage_options must be None with strategy 'boost': it writes the directory itself.")
         tensors = {"state_dict": checkpoint.pop("state_dict")}
