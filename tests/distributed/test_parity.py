@@ -35,6 +35,7 @@ def _report(config, precision, plant=None):
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("form", FORMS)
 def test_training_is_that_of_one_process(form, size):
+    """known_failures A08, A28."""
     report = run_processes(_report, size, small_config(**FORMS[form]), "32-true")[0]
     assert report.passed, report
     assert report.layout == ("one process" if size == 1 else f"tensor {size}")
@@ -43,6 +44,7 @@ def test_training_is_that_of_one_process(form, size):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_biases_and_grouped_queries_train_as_on_one_process(size):
+    """known_failures A30."""
     report = run_processes(_report, size, small_config(**BIASED), "32-true")[0]
     assert report.passed, report
 
@@ -225,6 +227,7 @@ DEFECTS = (
 
 @pytest.mark.parametrize("plant", DEFECTS, ids=lambda plant: plant.__name__)
 def test_a_planted_defect_is_seen(plant):
+    """known_failures A34, A48."""
     config = small_config(**BIASED, rms_norm_eps=1e-5)
     report = run_processes(_report, 2, config, "32-true", plant)[0]
     assert not report.passed, report

@@ -131,6 +131,7 @@ def _weights_and_logits(config):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_initial_weights_are_bit_equal_and_logits_agree_on_all_processes(size):
+    """known_failures A51."""
     results = run_processes(_weights_and_logits, size, small_config())
     for weights_equal, difference, logits in results:
         assert weights_equal

@@ -24,6 +24,7 @@ def test_rate_rises_linearly_and_falls_to_a_tenth():
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_only_matrices_decay_unless_told_otherwise(everything):
+    """known_failures A85."""
     module = LowRankLanguageModel(
         small_config(attention_bias=True), max_steps=10, weight_decay=0.3, decay_all_parameters=everything
     )
