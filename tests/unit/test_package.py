@@ -91,6 +91,7 @@ def _trainer(**options):
 )
 def test_what_cannot_work_is_refused_before_a_process_starts(monkeypatch, strategy, options, message):
     """known_failures A79, A88."""
+
     def started(*_):
         raise AssertionError("a process was started")
 
