@@ -1,6 +1,6 @@
 """What happens to a model, in order: tensor → recompute → pipeline → compile → data."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_boost.collectives import register_group
 from lightning_boost.data_parallel import DataAxis, TokenWeightedLoss, apply_data_axis
-from lightning_boost.mesh import DATA_AXIS, TENSOR_AXIS, shard_bounds
+from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, shard_bounds
 from lightning_boost.model.initialization import (
     InitialValue,
     initial_values,
@@ -18,13 +18,23 @@ from lightning_boost.model.initialization import (
     replace_parameters,
     set_module,
 )
+from lightning_boost.pipeline_parallel.options import PipelineOptions
+from lightning_boost.pipeline_parallel.schedule import Pipeline, install_pipeline
+from lightning_boost.pipeline_parallel.split import plan_stages
+from lightning_boost.pipeline_parallel.stage import cut_to_stages
 from lightning_boost.tensor_parallel.layout import Decoder
 from lightning_boost.tensor_parallel.random_streams import RandomStreams
 from lightning_boost.tensor_parallel.scheme import scheme_for
 
 
 def parallelize(
-    decoder: Decoder, mesh: DeviceMesh, *, device: torch.device, seed: int, data_axis: DataAxis = "replicate"
+    decoder: Decoder,
+    mesh: DeviceMesh,
+    *,
+    device: torch.device,
+    seed: int,
+    data_axis: DataAxis = "replicate",
+    pipeline: PipelineOptions | None = None,
 ) -> None:
     """Spread a one-process decoder over the mesh, in place; names and global shapes of its parameters stay.
 
@@ -36,23 +46,29 @@ def parallelize(
         device: Where this process computes.
         seed: The same on every process.
         data_axis: How the replicas of the data axis keep parameters.
+        pipeline: How layers and batches are cut, where the pipeline axis has more than one process.
     """
-    scheme = scheme_for(decoder)
-    tensor_mesh = mesh[TENSOR_AXIS]
-    is_split = tensor_mesh.size() > 1
+    scheme, root, options = scheme_for(decoder), decoder.root, pipeline or PipelineOptions()
+    tensor_mesh, has_own_loss = mesh[TENSOR_AXIS], decoder.own_loss is not None
+    is_split, is_piped = tensor_mesh.size() > 1, mesh[PIPELINE_AXIS].size() > 1
     placements = scheme.placements(decoder, tensor_mesh.size()) if is_split else None
-    materialize(decoder.root, tensor_mesh, placements, device=device, seed=seed)
-    has_own_loss = decoder.own_loss is not None
+    width = scheme.hidden_width(decoder, tensor_mesh.size())
+    plan = plan_stages(decoder, mesh[PIPELINE_AXIS], options)
+    materialize(root, tensor_mesh, placements, device=device, seed=seed, absent=plan.absent_parts(decoder))
     if is_split:
         scheme.swap(decoder, register_group(tensor_mesh.get_group()))
+    stages = cut_to_stages(decoder, plan, width) if is_piped else []
     if mesh.size() > 1:
         begins, ends = scheme.split_region(decoder) if is_split else ([], [])
         RandomStreams(mesh, device).attach(decoder, begins, ends)
     if mesh[DATA_AXIS].size() > 1:
-        if decoder.layout.loss is not None and has_own_loss:
+        if decoder.layout.loss is not None and has_own_loss and not is_piped:
             loss = decoder.part(decoder.layout.loss)
-            set_module(decoder.root, decoder.layout.loss, TokenWeightedLoss(loss, mesh[DATA_AXIS]))
-        apply_data_axis(decoder.root, list(decoder.layers.values()), mesh, data_axis)
+            set_module(root, decoder.layout.loss, TokenWeightedLoss(loss, mesh[DATA_AXIS]))
+        for unit, layers in [(stage, stage.own_layers) for stage in stages] or [(root, decoder.layers.values())]:
+            apply_data_axis(unit, list(layers), mesh, data_axis)
+    if is_piped:
+        install_pipeline(root, Pipeline(root, stages, mesh, device=device, options=options, width=width))
 
 
 @torch.no_grad()
@@ -63,6 +79,7 @@ def materialize(
     *,
     device: torch.device,
     seed: int,
+    absent: Sequence[str] = (),
 ) -> None:
     """Replace every parameter by this process's share, one at a time.
 
@@ -72,6 +89,7 @@ def materialize(
         placements: How each parameter is split; one without an entry is replicated. ``None``: plain parameters.
         device: Where the shares go.
         seed: For parameters on the meta device.
+        absent: Parts whose parameters this process does not hold; they end on the meta device.
 
     Raises:
         ValueError: If a buffer is on the meta device.
@@ -83,6 +101,7 @@ def materialize(
                 " Build buffers on the CPU, or compute what they hold in forward."
             )
     values, scratch = _initial_values(model, seed), make_scratch()
+    gone = tuple(f"{part}." for part in absent)
 
     def share_of(name: str, parameter: nn.Parameter) -> nn.Parameter:
         has_hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
@@ -91,16 +110,21 @@ def materialize(
                 f"parameter {name} has hooks on its gradient, which would see a share of it. Register them after the"
                 " Trainer has set up (on_fit_start), or set devices to 1."
             )
-        if placements is None and not parameter.is_meta:
+        is_absent = name.startswith(gone)
+        # together, also where this process will not hold it
+        given = None if parameter.is_meta else process_0s(parameter, device)
+        if placements is None and given is not None and not is_absent:
             # kept as it is, with its hooks and attributes; it only moves
-            parameter.data = process_0s(parameter, device)
+            parameter.data = given
             return parameter
         placement = Replicate() if placements is None else placements.get(name, Replicate())
-        bounds = _bounds(parameter.shape, mesh, placement)
-        if parameter.is_meta:
-            share = values[name].share(*bounds, scratch).to(device)
+        dim, start, stop = _bounds(parameter.shape, mesh, placement)
+        if is_absent:
+            share = parameter.detach().to("meta").narrow(dim, start, stop - start).clone()
+        elif given is None:
+            share = values[name].share(dim, start, stop, scratch).to(device)
         else:
-            share = _cut(process_0s(parameter, device), *bounds)
+            share = _cut(given, dim, start, stop)
         if placements is not None:
             share = DTensor.from_local(
                 share, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()

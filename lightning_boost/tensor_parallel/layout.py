@@ -111,9 +111,10 @@ class Decoder:
 
     @property
     def layers(self) -> dict[str, nn.Module]:
-        """The decoder layers by full name, in order."""
-        layers = self.root.get_submodule(self.layout.layers)
-        return {f"{self.layout.layers}.{index}": layer for index, layer in layers.named_children()}
+        """The decoder layers by full name, in order; of a model that is cut into stages those that are here."""
+        layers = self.root.get_submodule(self.layout.layers).named_children()
+        here = {index: layer for index, layer in layers if not getattr(layer, "is_absent", False)}
+        return {f"{self.layout.layers}.{index}": layer for index, layer in here.items()}
 
     def part(self, name: str) -> nn.Module:
         """Return the part of the whole model called ``name`` in the layout."""

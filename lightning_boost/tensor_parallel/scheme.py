@@ -58,6 +58,9 @@ class Scheme(Protocol):
     def split_region(self, decoder: Decoder) -> tuple[list[str], list[str]]:
         """Return the modules whose output is split over the axis, and those whose output is whole again."""
 
+    def hidden_width(self, decoder: Decoder, size: int) -> int:
+        """Return the features of the hidden stream that each of ``size`` processes holds between layers."""
+
 
 class BottleneckScheme:
     """The hidden stream stays split over features; the only all-reduces are as wide as the bottleneck."""
@@ -117,6 +120,10 @@ class BottleneckScheme:
         """Return the embedding and the final norm: everything between them is split."""
         return [decoder.layout.embedding], [decoder.layout.final_norm]
 
+    def hidden_width(self, decoder: Decoder, size: int) -> int:
+        """Return ``D/tp``."""
+        return decoder.hidden_size // size
+
 
 class FullRankScheme:
     """Megatron's form: the hidden stream is whole on every process, all-reduces are as wide as it."""
@@ -169,6 +176,10 @@ class FullRankScheme:
         grouped = [name for name in layout.projections() if name not in lone]
         begins = [f"{layer}.{name}" for layer in decoder.layers for name in grouped]
         return begins, [f"{layer}.{name}" for layer in decoder.layers for name in lone]
+
+    def hidden_width(self, decoder: Decoder, size: int) -> int:
+        """Return ``D``."""
+        return decoder.hidden_size
 
 
 SCHEMES: dict[str, Scheme] = {"bottleneck": BottleneckScheme(), "full_rank": FullRankScheme()}
