@@ -15,12 +15,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_boost.config import LlamaConfig, LowRankConfig
 from lightning_boost.data_module import TextDataModule
 from lightning_boost.language_model import LowRankLanguageModel, Perplexity
+from lightning_boost.layout import DecoderLayout, LoneProjection, ProjectionGroup
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.model.loss import NextTokenLoss
 from lightning_boost.model.low_rank import LowRankLinear
 from lightning_boost.strategy.boost import BoostParallelStrategy
 from lightning_boost.strategy.other_namespace import refuse_other_namespace
-from lightning_boost.tensor_parallel.layout import DecoderLayout, LoneProjection, ProjectionGroup
 
 __all__ = [
     "BoostParallelStrategy",

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_boost.collectives import register_group
 from lightning_boost.data_parallel import DataAxis, TokenWeightedLoss, apply_data_axis
+from lightning_boost.layout import Decoder
 from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, shard_bounds
 from lightning_boost.model.initialization import (
     InitialValue,
@@ -22,8 +23,7 @@ from lightning_boost.pipeline_parallel.options import PipelineOptions
 from lightning_boost.pipeline_parallel.schedule import Pipeline, install_pipeline
 from lightning_boost.pipeline_parallel.split import plan_stages
 from lightning_boost.pipeline_parallel.stage import cut_to_stages
-from lightning_boost.tensor_parallel.layout import Decoder
-from lightning_boost.tensor_parallel.random_streams import RandomStreams
+from lightning_boost.random_streams import RandomStreams
 from lightning_boost.tensor_parallel.scheme import scheme_for
 
 
@@ -65,8 +65,10 @@ def parallelize(
         if decoder.layout.loss is not None and has_own_loss and not is_piped:
             loss = decoder.part(decoder.layout.loss)
             set_module(root, decoder.layout.loss, TokenWeightedLoss(loss, mesh[DATA_AXIS]))
-        for unit, layers in [(stage, stage.own_layers) for stage in stages] or [(root, decoder.layers.values())]:
-            apply_data_axis(unit, list(layers), mesh, data_axis)
+        for stage in stages:
+            apply_data_axis(stage, list(stage.own_layers), mesh, data_axis)
+        if not stages:
+            apply_data_axis(root, list(decoder.layers.values()), mesh, data_axis)
     if is_piped:
         install_pipeline(root, Pipeline(root, stages, mesh, device=device, options=options, width=width))
 

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_boost.config import IGNORED_LABEL, LlamaConfig, LowRankConfig
+from lightning_boost.layout import find_decoder
 from lightning_boost.mesh import ParallelSizes, build_mesh
 from lightning_boost.model.initialization import initialize
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.parallelize import parallelize
-from lightning_boost.tensor_parallel.layout import find_decoder
 
 SEED = 3
 CPU = torch.device("cpu")

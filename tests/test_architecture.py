@@ -18,7 +18,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "lightning_boost"
 FLOORS = (
     {"config", "mesh", "kernels"},
     {"collectives", "cost", "model", "data", "interchange"},
-    {"tensor_parallel", "pipeline_parallel", "data_parallel", "recompute", "gradients", "checkpoint_reader"},
+    {"layout"},
+    {"tensor_parallel", "pipeline_parallel", "data_parallel", "random_streams", "recompute", "gradients"}
+    | {"checkpoint_reader"},
     {"parallelize", "checkpoint", "planning"},
     {"strategy", "callbacks", "language_model", "data_module"},
     {"parity", "benchmark"},
@@ -27,7 +29,7 @@ FLOORS = (
     {"__main__"},
 )
 FLOOR_OF = {part: number for number, parts in enumerate(FLOORS) for part in parts}
-UPPER = {"__init__", *(part for part, number in FLOOR_OF.items() if number >= 4)}
+UPPER = {"__init__", *(part for part, number in FLOOR_OF.items() if number >= 5)}
 
 CONFINED = {
     "triton": {"kernels"},
@@ -61,6 +63,8 @@ MAY_ISSUE = {
     "parallelize": re.compile("broadcast"),  # process 0's weights, once
     "strategy": re.compile("all_reduce|broadcast_object_list"),  # votes and random state, not activations
     "data_parallel": re.compile("all_reduce"),  # token counts, on the data axis
+    "pipeline_parallel": re.compile("all_reduce|broadcast"),  # losses and outputs of the last stage, token counts
+    "random_streams": re.compile("all_reduce"),  # a vote of the stages
     "benchmark": re.compile("all_reduce|barrier"),  # what is measured, and to measure together
     "commands": re.compile("barrier"),  # to end together
 }

@@ -11,12 +11,12 @@ from torch import Tensor
 from lightning_boost.benchmark.processes import run_pinned
 from lightning_boost.benchmark.timing import Quartiles, Timings, ratios, time_interleaved
 from lightning_boost.config import LlamaConfig, LowRankConfig, LowRankKind
+from lightning_boost.layout import find_decoder
 from lightning_boost.mesh import ParallelSizes, build_mesh
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.model.rotary import rotary_tables
 from lightning_boost.parallelize import parallelize
 from lightning_boost.tensor_parallel.check import check_tensor_size
-from lightning_boost.tensor_parallel.layout import find_decoder
 
 SCHEMES: dict[str, LowRankKind] = {"full_rank": "full_rank", "bottleneck": "cola"}
 """Schemes that are compared, and the kind of model that each is for."""

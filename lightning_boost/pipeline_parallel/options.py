@@ -70,7 +70,11 @@ class PipelineOptions:
         """
         if self.num_microbatches is not None:
             rounds = min(self.num_microbatches, max(num_samples, size)) // size
-            return rounds * size if self.schedule == "interleaved_1f1b" else min(self.num_microbatches, max(num_samples, size))
+            return (
+                rounds * size
+                if self.schedule == "interleaved_1f1b"
+                else min(self.num_microbatches, max(num_samples, size))
+            )
         step = size if self.schedule == "interleaved_1f1b" else 1
         most = _AUTO_MICROBATCHES_PER_STAGE * size
         dividing = [count for count in range(size, most + 1, step) if num_samples % count == 0]

@@ -151,7 +151,9 @@ class Pipeline:
         return list(valid / everyones.clamp(min=1.0 / num_replicas))
 
     def _sum_of_losses(self, run: _Run) -> Tensor:
-        total = torch.stack(run.losses).sum() if run.losses else torch.zeros((), dtype=torch.float32, device=self._device)
+        total = (
+            torch.stack(run.losses).sum() if run.losses else torch.zeros((), dtype=torch.float32, device=self._device)
+        )
         dist.all_reduce(total, group=self._axis.get_group())
         return total
 
@@ -191,11 +193,11 @@ class Pipeline:
             )
             for turn, stage in enumerate(self._stages)
         ]
-        options = {"loss_fn": _as_it_is if is_trained else None, "scale_grads": False}
+        loss_fn = _as_it_is if is_trained else None
         if len(stages) > 1:
-            return ScheduleInterleaved1F1B(stages, len(microbatches), **options)
+            return ScheduleInterleaved1F1B([*stages], len(microbatches), loss_fn=loss_fn, scale_grads=False)
         kind = Schedule1F1B if is_trained and self._options.schedule == "1f1b" else ScheduleGPipe
-        return kind(stages[0], len(microbatches), **options)
+        return kind(stages[0], len(microbatches), loss_fn=loss_fn, scale_grads=False)
 
 
 def _as_it_is(loss: Tensor, _: Tensor) -> Tensor:

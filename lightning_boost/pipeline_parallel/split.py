@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_boost.layout import Decoder
 from lightning_boost.pipeline_parallel.options import PipelineOptions
-from lightning_boost.tensor_parallel.layout import Decoder
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,12 @@ def layer_costs(decoder: Decoder) -> list[float]:
     look-up.
     """
     costs = [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in decoder.layers.values()]
-    costs[-1] += decoder.part(decoder.layout.head).weight.numel()  # type: ignore[operator,union-attr]
+    costs[-1] += decoder.root.get_parameter(f"{decoder.layout.head}.weight").numel()
     return costs
 
 
 def split_layers(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Cut a list of layers into stages, in order, so that the dearest stage is as cheap as can be.
-
-    Of the cuts that reach this the one whose earlier stages are fuller is taken: later stages keep fewer micro-batches'
-    activations, but the last one has the loss to compute.
+    """Cut a list of layers into stages, in order, so that the dearest stage is as cheap as can be, and the rest even.
 
     Args:
         costs: Of each layer.
@@ -68,20 +67,29 @@ def split_layers(costs: Sequence[float], num_stages: int) -> list[range]:
             " least."
         )
     sums = [0.0, *accumulate(costs)]
-    # cheapest[n]: the dearest stage's cost when the first n layers are cut into the stages so far
-    cheapest, cuts = list(sums), []
-    for stage in range(1, num_stages):
-        previous, cheapest = cheapest, [float("inf")] * len(sums)
-        cuts.append([0] * len(sums))
-        for end in range(stage + 1, len(sums)):
-            options = range(stage, end)
-            best = min(options, key=lambda start, end=end: (max(previous[start], sums[end] - sums[start]), -start))
-            cheapest[end], cuts[-1][end] = max(previous[best], sums[end] - sums[best]), best
-    borders = [len(costs)]
-    for cut in reversed(cuts):
-        borders.append(cut[borders[-1]])
-    borders = [0, *reversed(borders)]
-    return [range(start, stop) for start, stop in zip(borders[:-1], borders[1:], strict=True)]
+
+    @cache
+    def best(stop: int, stages: int) -> _Cut:
+        """Return the best cut of the first ``stop`` layers."""
+        if stages == 1:
+            return _Cut(sums[stop], sums[stop] ** 2, (0, stop))
+        return min(
+            best(start, stages - 1).followed_by(sums[stop] - sums[start], stop) for start in range(stages - 1, stop)
+        )
+
+    borders = best(len(costs), num_stages).borders
+    return [range(start, stop) for start, stop in pairwise(borders)]
+
+
+class _Cut(NamedTuple):
+    """Cuts compare by their dearest stage, then by the squares, which are least where stages are even."""
+
+    dearest: float
+    squares: float
+    borders: tuple[int, ...]
+
+    def followed_by(self, cost: float, stop: int) -> "_Cut":
+        return _Cut(max(self.dearest, cost), self.squares + cost**2, (*self.borders, stop))
 
 
 def given_layers(layers_per_stage: Sequence[int], num_layers: int, num_stages: int) -> list[range]:
@@ -96,4 +104,4 @@ def given_layers(layers_per_stage: Sequence[int], num_layers: int, num_stages: i
             f" stages, and they must add up to the model's {num_layers} layers. Leave it out to have them balanced."
         )
     borders = [0, *accumulate(layers_per_stage)]
-    return [range(start, stop) for start, stop in zip(borders[:-1], borders[1:], strict=True)]
+    return [range(start, stop) for start, stop in pairwise(borders)]

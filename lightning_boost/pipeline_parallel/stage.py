@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_boost.layout import Decoder
 from lightning_boost.model.initialization import set_module
 from lightning_boost.pipeline_parallel.split import StagePlan
-from lightning_boost.tensor_parallel.layout import Decoder
 
 
 class Absent(nn.Module):

@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_boost import checkpoint as checkpoints
 from lightning_boost.data_parallel import DataAxis, set_gradient_sync
 from lightning_boost.gradients import clip_gradients_by_norm, scale_gradients
+from lightning_boost.layout import Decoder, DecoderLayout, find_decoder
 from lightning_boost.mesh import DATA_AXIS, TENSOR_AXIS, AutoSize, ParallelSizes, build_mesh
 from lightning_boost.parallelize import parallelize, process_0s
 from lightning_boost.strategy.accumulation import short_window_factor
@@ -34,7 +35,6 @@ from lightning_boost.strategy.probe import check_probe, probe, probe_before
 from lightning_boost.strategy.random_numbers import agree_on_random_numbers
 from lightning_boost.strategy.sizes import RequestedSizes
 from lightning_boost.strategy.trainer_checks import check_anomaly_detection, check_callbacks
-from lightning_boost.tensor_parallel.layout import Decoder, DecoderLayout, find_decoder
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 """Lightning's names of the precisions that keep training exact to their rounding."""

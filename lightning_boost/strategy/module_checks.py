@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
 
-from lightning_boost.tensor_parallel.layout import Decoder
+from lightning_boost.layout import Decoder
 
 _ON_WHOLE_PARAMETERS = (LBFGS, Adafactor, Rprop)
 

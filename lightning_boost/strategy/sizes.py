@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from lightning_boost.data_parallel import DataAxis
+from lightning_boost.layout import Decoder
 from lightning_boost.mesh import AutoSize, ParallelSizes
 from lightning_boost.tensor_parallel.check import check_tensor_size, legal_sizes
-from lightning_boost.tensor_parallel.layout import Decoder
 from lightning_boost.tensor_parallel.scheme import scheme_for
 
 

@@ -4,10 +4,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from lightning_boost.layout import Decoder
 from lightning_boost.mesh import legal_tensor_sizes
 from lightning_boost.model.low_rank import ACTIVATIONS, LowRankLinear
 from lightning_boost.model.norm import normalize
-from lightning_boost.tensor_parallel.layout import Decoder
 
 WHOLE_CHANNEL_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 

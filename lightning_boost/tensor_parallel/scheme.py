@@ -6,6 +6,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.nn import Embedding, Linear, Module
 
 from lightning_boost.collectives import group_index, group_size
+from lightning_boost.layout import Decoder, ProjectionGroup
 from lightning_boost.model.initialization import set_module
 from lightning_boost.model.low_rank import LowRankLinear
 from lightning_boost.tensor_parallel.bottleneck import (
@@ -24,7 +25,6 @@ from lightning_boost.tensor_parallel.full_rank import (
     ReplicatedNorm,
 )
 from lightning_boost.tensor_parallel.gathered_norm import GatheredNorm
-from lightning_boost.tensor_parallel.layout import Decoder, ProjectionGroup
 from lightning_boost.tensor_parallel.vocabulary import (
     VocabularyParallelEmbedding,
     VocabularyParallelHead,

@@ -12,11 +12,11 @@ from lightning_boost import BoostParallelStrategy, LowRankLanguageModel, TextDat
 from lightning_boost.commands.parity import SHAPES, model_config
 from lightning_boost.config import IGNORED_LABEL
 from lightning_boost.gradients import global_gradient_norm
+from lightning_boost.layout import find_decoder
 from lightning_boost.mesh import DATA_AXIS, ParallelSizes, build_mesh
 from lightning_boost.parallelize import parallelize
 from lightning_boost.parity import check_parity
 from lightning_boost.strategy import boost
-from lightning_boost.tensor_parallel.layout import find_decoder
 from tests.models import CPU, SEED, gradient_errors, masked_batch, meta_model, one_process_model, small_config
 from tests.processes import run_processes
 from tests.users_module import UsersModule, loader, trainer_for

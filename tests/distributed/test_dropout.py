@@ -9,12 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from lightning_boost import BoostParallelStrategy
+from lightning_boost import BoostParallelStrategy, random_streams
+from lightning_boost.layout import find_decoder
 from lightning_boost.mesh import DATA_AXIS, TENSOR_AXIS, ParallelSizes, build_mesh
 from lightning_boost.model import attention
 from lightning_boost.parallelize import parallelize
-from lightning_boost.tensor_parallel import random_streams
-from lightning_boost.tensor_parallel.layout import find_decoder
 from tests.models import CPU, SEED, gradient_errors, masked_batch, meta_model, one_process_model, small_config
 from tests.processes import run_processes
 from tests.users_module import UsersModule, loader, trainer_for

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_boost.config import LlamaConfig, LowRankConfig
+from lightning_boost.layout import find_decoder
 from lightning_boost.mesh import ParallelSizes, build_mesh
 from lightning_boost.model import initialization
 from lightning_boost.parallelize import parallelize
-from lightning_boost.tensor_parallel.layout import find_decoder
 from tests.models import CPU, meta_model, one_process_model, parallel_model, small_config, whole
 from tests.processes import run_processes
 

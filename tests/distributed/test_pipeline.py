@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS, ParallelSizes, build_mesh
+from lightning_boost.layout import find_decoder
+from lightning_boost.mesh import DATA_AXIS, ParallelSizes, build_mesh
 from lightning_boost.parallelize import parallelize
 from lightning_boost.pipeline_parallel.options import PipelineOptions
-from lightning_boost.tensor_parallel.layout import find_decoder
 from tests.models import CPU, SEED, masked_batch, meta_model, one_process_model, small_config, whole
 from tests.processes import run_processes
 
@@ -80,3 +80,100 @@ def test_gradients_are_those_of_one_process(layout, kind):
         assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
         names |= errors.keys()
     assert names - {"loss"} == {name for name, _ in one_process_model(config).named_parameters()}
+
+
+def _evaluated(config, rows, tokens, layout, options):
+    batch = masked_batch(config.vocab_size, rows=rows, tokens=tokens)
+    model, _ = piped_model(config, **layout, **options)
+    reference = one_process_model(config).eval()
+    model.eval()
+    with torch.inference_mode():
+        loss, logits = model(**batch), model(batch["input_ids"])
+        expected, expected_logits = reference(**batch), reference(batch["input_ids"])
+    return abs(loss - expected).item(), (logits - expected_logits).abs().max().item()
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ({"pipeline": 2}, {}),
+        ({"pipeline": 2, "tensor": 2}, {"num_microbatches": 4}),
+        ({"pipeline": 2}, {"schedule": "interleaved_1f1b", "virtual_stages": 2}),
+    ],
+)
+def test_losses_and_logits_without_gradients(layout, options):
+    """A batch that does not divide into micro-batches; one that has fewer samples than stages."""
+    config = small_config(num_hidden_layers=5)
+    for rows in (5, 1):
+        for loss, logits in run_processes(_evaluated, 2 * layout.get("tensor", 1), config, rows, 12, layout, options):
+            assert loss < 1e-6
+            assert logits < 1e-5
+
+
+def _batches(config, sizes, options):
+    """Train on batches of different sizes, accumulating the gradients of all of them."""
+    model, _ = piped_model(config, **options)
+    reference = one_process_model(config)
+    for rows, tokens in sizes:
+        batch = masked_batch(config.vocab_size, rows=rows, tokens=tokens)
+        model(**batch).backward()
+        reference(**batch).backward()
+    return _own_errors(model, reference)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_microbatches": 4}, {"schedule": "interleaved_1f1b", "virtual_stages": 2}]
+)
+def test_batches_of_any_size_and_length_count_every_sample_once(options):
+    sizes = [(8, 12), (5, 12), (1, 12), (8, 9), (3, 20), (8, 12)]
+    for errors in run_processes(_batches, 2, small_config(num_hidden_layers=4), sizes, options):
+        assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
+
+
+def _error_of(call):
+    model, _ = piped_model(small_config())
+    try:
+        call(model, masked_batch(131))
+    except (RuntimeError, ValueError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+def _logits_with_gradients(model, batch):
+    model(batch["input_ids"])
+
+
+def _twice(model, batch):
+    loss = model(**batch)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _parts(model, batch):
+    model.model.layers[1 - dist.get_rank()](batch["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (_logits_with_gradients, "gives no outputs to take a loss from"),
+        (_twice, "call backward once for each loss"),
+        (_parts, "was called past the model's forward"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_told(call, message):
+    for error in run_processes(_error_of, 2, call):
+        assert message in error
+
+
+def _no_labels(config):
+    model, _ = piped_model(config)
+    batch = masked_batch(config.vocab_size)
+    loss = model(batch["input_ids"], labels=torch.full_like(batch["labels"], -100))
+    loss.backward()
+    return loss.item(), max(parameter.grad.abs().max().item() for parameter in model.parameters())
+
+
+def test_a_batch_without_labels_gives_zero():
+    """known_failures A41."""
+    assert run_processes(_no_labels, 2, small_config()) == [(0.0, 0.0)] * 2

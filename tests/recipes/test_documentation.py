@@ -19,8 +19,8 @@ from lightning.pytorch import Trainer
 
 from lightning_boost import DecoderLayout, LlamaConfig, LowRankConfig, LowRankLinear, cli
 from lightning_boost.cost import layer_traffic
+from lightning_boost.layout import find_decoder
 from lightning_boost.model.norm import RMSNorm
-from lightning_boost.tensor_parallel.layout import find_decoder
 from tests.processes import run_processes
 
 ROOT = Path(__file__).resolve().parents[2]

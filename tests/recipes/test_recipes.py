@@ -21,9 +21,9 @@ from lightning_utilities.core.imports import RequirementCache
 from lightning_boost.cli import main
 from lightning_boost.config import LlamaConfig, LowRankConfig
 from lightning_boost.cost import count_parameters
+from lightning_boost.layout import find_decoder
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.tensor_parallel.check import legal_sizes
-from lightning_boost.tensor_parallel.layout import find_decoder
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"

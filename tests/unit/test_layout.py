@@ -2,10 +2,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_boost.layout import LLAMA, DecoderLayout, LoneProjection, ProjectionGroup, find_decoder
 from lightning_boost.model.low_rank import LowRankLinear
 from lightning_boost.model.norm import RMSNorm
 from lightning_boost.tensor_parallel.check import check_tensor_size, legal_sizes, norm_eps
-from lightning_boost.tensor_parallel.layout import LLAMA, DecoderLayout, LoneProjection, ProjectionGroup, find_decoder
 from lightning_boost.tensor_parallel.scheme import BottleneckScheme
 from tests.models import meta_model, small_config
 
