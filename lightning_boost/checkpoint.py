@@ -6,6 +6,7 @@ right name is whole. Nothing is unpickled but plain types and torch's own descri
 
 import pickle
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +164,14 @@ def _check_tensors(metadata: Metadata, state: dict[str, Any], path: Path, *, str
         if name.startswith(prefix) and not isinstance(entry, BytesStorageMetadata)
     }
     wanted = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    if not saved.keys() & wanted.keys():
+    # a pipeline's processes hold different layers
+    names = _of_all_processes(wanted)
+    if not saved.keys() & names:
         raise ValueError(f"checkpoint {path} holds none of the model's tensors; it has {_some(saved)}.")
-    if strict and saved.keys() != wanted.keys():
+    if strict and saved.keys() != names:
         raise ValueError(
-            f"checkpoint {path} is of another model: missing {_some(wanted.keys() - saved.keys())}; not in the model"
-            f" {_some(saved.keys() - wanted.keys())}. Set strict_loading=False to load what fits."
+            f"checkpoint {path} is of another model: missing {_some(names - saved.keys())}; not in the model"
+            f" {_some(saved.keys() - names)}. Set strict_loading=False to load what fits."
         )
     for name in saved.keys() & wanted.keys():
         there, here = saved[name], wanted[name]
@@ -179,6 +182,12 @@ def _check_tensors(metadata: Metadata, state: dict[str, Any], path: Path, *, str
                 f" {tuple(here.shape)} {here.dtype} in the model. Load it into a model of the same configuration and"
                 " precision."
             )
+
+
+def _of_all_processes(names: Iterable[str]) -> set[str]:
+    everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyones, list(names))
+    return {name for given in everyones for name in given}
 
 
 def _some(names: Any) -> str:

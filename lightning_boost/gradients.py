@@ -10,22 +10,30 @@ from torch.nn import Parameter
 
 from lightning_boost.collectives import Label, all_reduce, register_group
 
+_IS_PART = "_is_part_of_model"
+
 _EPS = 1e-6
 """Added to the norm before it divides, as ``torch.nn.utils.clip_grad_norm_`` does."""
+
+
+def mark_as_parts(parameters: Iterable[Parameter]) -> None:
+    """Note on plain parameters that other processes hold the rest of the model."""
+    for parameter in parameters:
+        setattr(parameter, _IS_PART, True)
 
 
 @torch.no_grad()
 def global_gradient_norm(parameters: Iterable[Parameter]) -> Tensor:
     """Return the 2-norm of all gradients of the model, the same on every process, as a scalar in fp32 at least.
 
-    Communication: one all-reduce of one value where any gradient is a DTensor.
+    Communication: one all-reduce of one value where processes hold parts of the model.
     """
+    parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
-        return torch.zeros(())
     squares = [_local_square(gradient) for gradient in gradients if not _is_counted_elsewhere(gradient)]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), device=gradients[0].device)
-    if any(isinstance(gradient, DTensor) for gradient in gradients):
+    device = parameters[0].device if parameters else None
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float32, device=device)
+    if any(isinstance(parameter, DTensor) or getattr(parameter, _IS_PART, False) for parameter in parameters):
         assert dist.group.WORLD is not None
         all_reduce(total, register_group(dist.group.WORLD), Label("gradient_norm", "step"))
     return total.sqrt()

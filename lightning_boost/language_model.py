@@ -112,14 +112,18 @@ class LowRankLanguageModel(LightningModule):
     def configure_model(self) -> None:
         """Give the parameters their values, unless the strategy is about to do so."""
         strategy = self.trainer.strategy if self._trainer is not None else None
-        if getattr(strategy, "materializes_parameters", False) or not self.model.lm_head.weight.is_meta:
+        if getattr(strategy, "materializes_parameters", False) or not self._is_without_values:
             return
         initialize(self.model, std=self.config.initializer_range)
+
+    @property
+    def _is_without_values(self) -> bool:
+        return any(parameter.is_meta for parameter in self.model.parameters())
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights; parameters that have no values yet get some first, since nothing can be copied into them."""
-        if self.model.lm_head.weight.is_meta:
+        if self._is_without_values:
             initialize(self.model, std=self.config.initializer_range)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_boost.collectives import register_group
 from lightning_boost.data_parallel import DataAxis, TokenWeightedLoss, apply_data_axis
+from lightning_boost.gradients import mark_as_parts
 from lightning_boost.layout import Decoder
 from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, shard_bounds
 from lightning_boost.model.initialization import (
@@ -53,11 +54,13 @@ def parallelize(
     is_split, is_piped = tensor_mesh.size() > 1, mesh[PIPELINE_AXIS].size() > 1
     placements = scheme.placements(decoder, tensor_mesh.size()) if is_split else None
     width = scheme.hidden_width(decoder, tensor_mesh.size())
-    plan = plan_stages(decoder, mesh[PIPELINE_AXIS], options)
+    plan = plan_stages(decoder, mesh[PIPELINE_AXIS].size(), mesh[PIPELINE_AXIS].get_local_rank(), options)
     materialize(root, tensor_mesh, placements, device=device, seed=seed, absent=plan.absent_parts(decoder))
     if is_split:
         scheme.swap(decoder, register_group(tensor_mesh.get_group()))
     stages = cut_to_stages(decoder, plan, width) if is_piped else []
+    if is_piped:
+        mark_as_parts(root.parameters())
     if mesh.size() > 1:
         begins, ends = scheme.split_region(decoder) if is_split else ([], [])
         RandomStreams(mesh, device).attach(decoder, begins, ends)

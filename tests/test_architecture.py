@@ -65,6 +65,7 @@ MAY_ISSUE = {
     "data_parallel": re.compile("all_reduce"),  # token counts, on the data axis
     "pipeline_parallel": re.compile("all_reduce|broadcast"),  # losses and outputs of the last stage, token counts
     "random_streams": re.compile("all_reduce"),  # a vote of the stages
+    "parity": re.compile("all_gather_object"),  # gradients of all stages, to be compared
     "benchmark": re.compile("all_reduce|barrier"),  # what is measured, and to measure together
     "commands": re.compile("barrier"),  # to end together
 }

@@ -6,8 +6,6 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from lightning_boost.layout import Decoder
 from lightning_boost.pipeline_parallel.options import PipelineOptions
 
@@ -30,14 +28,49 @@ class StagePlan:
         return absent
 
 
-def plan_stages(decoder: Decoder, axis: DeviceMesh, options: PipelineOptions) -> StagePlan:
-    """Cut a model for the pipeline axis; stage ``s`` stands on process ``s % size`` of it."""
-    size, num_stages = axis.size(), axis.size() * options.virtual_stages
+def plan_stages(decoder: Decoder, size: int, index: int, options: PipelineOptions) -> StagePlan:
+    """Cut a model for a pipeline; stage ``s`` stands on process ``s % size``.
+
+    Args:
+        decoder: The whole model.
+        size: Processes of the pipeline axis.
+        index: Of this process on it.
+        options: Virtual stages, and layers if given.
+    """
+    num_stages = size * options.virtual_stages
     if options.layers_per_stage is None:
         stages = split_layers(layer_costs(decoder), num_stages)
     else:
         stages = given_layers(options.layers_per_stage, len(decoder.layers), num_stages)
-    return StagePlan(stages, list(range(axis.get_local_rank(), num_stages, size)))
+    return StagePlan(stages, list(range(index, num_stages, size)))
+
+
+def check_pipeline(decoder: Decoder, size: int, options: PipelineOptions) -> None:
+    """Check that a model can be cut for a pipeline.
+
+    Args:
+        decoder: The model.
+        size: Processes of the pipeline axis.
+        options: How it is cut.
+
+    Raises:
+        ValueError: If there are too few layers, embedding and head share their weight, or the model has parameters that
+            no stage would hold.
+    """
+    plan_stages(decoder, size, 0, options)
+    layout = decoder.layout
+    if decoder.is_tied:
+        raise ValueError(
+            f"{layout.embedding} and {layout.head} share one weight, and would stand on the first and the last pipeline"
+            " stage. Set tie_word_embeddings to False, or pipeline_parallel_size to 1."
+        )
+    parts = tuple(f"{name}." for name in (*decoder.layers, layout.embedding, layout.final_norm, layout.head))
+    others = [name for name, _ in decoder.root.named_parameters() if not name.startswith(parts)]
+    if others:
+        raise ValueError(
+            f"parameters {', '.join(others[:5])} of {type(decoder.root).__name__} belong to no part that a pipeline"
+            " stage holds. Remove them, or set pipeline_parallel_size to 1."
+        )
 
 
 def layer_costs(decoder: Decoder) -> list[float]:

@@ -1,6 +1,6 @@
 """``Trainer(strategy="boost")``: bottleneck-aware parallel training of an unchanged LightningModule."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -18,22 +18,21 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.nn import Module
 from torch.optim import Optimizer
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_boost import checkpoint as checkpoints
 from lightning_boost.data_parallel import DataAxis, set_gradient_sync
 from lightning_boost.gradients import clip_gradients_by_norm, scale_gradients
-from lightning_boost.layout import Decoder, DecoderLayout, find_decoder
-from lightning_boost.mesh import DATA_AXIS, TENSOR_AXIS, AutoSize, ParallelSizes, build_mesh
-from lightning_boost.parallelize import parallelize, process_0s
+from lightning_boost.layout import Decoder, DecoderLayout
+from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, AutoSize, ParallelSizes, build_mesh
+from lightning_boost.pipeline_parallel.options import PipelineOptions, Schedule
 from lightning_boost.strategy.accumulation import short_window_factor
 from lightning_boost.strategy.faults import report_failure
 from lightning_boost.strategy.lightning_internals import IS_INTERACTIVE, CheckedLauncher, without_recorded_names
 from lightning_boost.strategy.module_checks import check_none_outside, check_optimizers, check_same_dtype
-from lightning_boost.strategy.probe import check_probe, probe, probe_before
 from lightning_boost.strategy.random_numbers import agree_on_random_numbers
 from lightning_boost.strategy.sizes import RequestedSizes
+from lightning_boost.strategy.spreading import decoder_of, find_spread, let_metrics_sum_over_replicas, spread_over_mesh
 from lightning_boost.strategy.trainer_checks import check_anomaly_detection, check_callbacks
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
@@ -54,9 +53,15 @@ class BoostParallelStrategy(ModelParallelStrategy):
         tensor_parallel_size: Processes that share each layer; ``"auto"``: the largest size that the model allows and
             that divides the processes of a node.
         data_parallel_size: Replicas, each of which sees its own part of the data; ``"auto"``: all processes that the
-            tensor axis leaves.
+            other axes leave.
         data_axis: How replicas keep parameters: ``"replicate"`` whole, ``"shard"`` each a share, gathered layer by
             layer, ``"hybrid"`` shared out inside a node and replicated across nodes.
+        pipeline_parallel_size: Stages of consecutive layers, on processes of their own.
+        pipeline_schedule: Order in which micro-batches go through them: ``"1f1b"``, ``"gpipe"``, or
+            ``"interleaved_1f1b"`` with several stages on each process.
+        num_microbatches: Parts of a batch; ``None``: the most, up to four for each stage, that divide it.
+        virtual_stages: Stages on each process; above 1 with ``"interleaved_1f1b"``.
+        layers_per_stage: Number of layers of each stage; ``None``: balanced by their cost.
         layout: Names of the decoder's parts, where they are not LLaMA's.
         process_group_backend: ``None``: NCCL on GPUs, gloo on the CPU.
         timeout: After which a collective that a process does not join is an error.
@@ -75,13 +80,27 @@ class BoostParallelStrategy(ModelParallelStrategy):
         *,
         data_parallel_size: AutoSize = "auto",
         data_axis: DataAxis = "replicate",
+        pipeline_parallel_size: int = 1,
+        pipeline_schedule: Schedule = "1f1b",
+        num_microbatches: int | None = None,
+        virtual_stages: int = 1,
+        layers_per_stage: Sequence[int] | None = None,
         layout: DecoderLayout | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self.requested = RequestedSizes(
-            tensor_parallel_size=tensor_parallel_size, data_parallel_size=data_parallel_size, data_axis=data_axis
+            tensor_parallel_size=tensor_parallel_size,
+            data_parallel_size=data_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            data_axis=data_axis,
+            pipeline=PipelineOptions(
+                schedule=pipeline_schedule,
+                num_microbatches=num_microbatches,
+                virtual_stages=virtual_stages,
+                layers_per_stage=layers_per_stage,
+            ),
         )
         self.sizes = ParallelSizes()
         """The mesh's sizes, once set up."""
@@ -126,7 +145,7 @@ class BoostParallelStrategy(ModelParallelStrategy):
         module = self._module
         check_callbacks(trainer, module, self._num_all_processes)
         try:
-            decoder = find_decoder(module, self.layout)
+            decoder = decoder_of(module, self.layout)
         except ValueError:
             if is_overridden("configure_model", module):
                 return
@@ -135,12 +154,11 @@ class BoostParallelStrategy(ModelParallelStrategy):
 
     def _resolve_sizes(self, decoder: Decoder) -> ParallelSizes:
         """Check the decoder and return the mesh's sizes for it."""
-        if _SPREAD in decoder.root.__dict__:
-            already: ParallelSizes
-            already, data_axis = decoder.root.__dict__[_SPREAD]
-            self.requested.check_same(already, data_axis)
-            already.check_world(self._num_all_processes)
-            return already
+        spread = find_spread(decoder.root)
+        if spread is not None:
+            self.requested.check_same(spread.sizes, spread.data_axis)
+            spread.sizes.check_world(self._num_all_processes)
+            return spread.sizes
         sizes = self.requested.resolve(decoder, self.num_processes, self.num_nodes)
         if sizes.world_size > 1:
             check_none_outside(self._module, decoder)
@@ -180,46 +198,21 @@ class BoostParallelStrategy(ModelParallelStrategy):
 
     def _parallelize(self) -> None:
         module = self._module
-        decoder = find_decoder(module, self.layout)
+        decoder, spread = decoder_of(module, self.layout), find_spread(module)
         self.sizes = sizes = self._resolve_sizes(decoder)
         if self._device_mesh is None:
             self._device_mesh = build_mesh(sizes, self.root_device.type)
         module._device_mesh = self._device_mesh
         before = next(decoder.root.parameters()).dtype
         self.model = self.precision_plugin.convert_module(module)
-        if _SPREAD in decoder.root.__dict__ and sizes.data_parallel_size > 1:
+        if spread is None:
+            spread_over_mesh(module, decoder, self.device_mesh, sizes, self.requested, self.root_device)
+        elif sizes.data_parallel_size > 1 or sizes.pipeline_parallel_size > 1:
             check_same_dtype(before, next(decoder.root.parameters()).dtype)
-        if _SPREAD not in decoder.root.__dict__:
-            self._spread(decoder)
-            decoder.root.__dict__[_SPREAD] = (sizes, self.requested.data_axis)
         self._root = decoder.root
-        agree_on_random_numbers(self._device_mesh[TENSOR_AXIS].get_group(), self.root_device)
-        data_mesh = self._device_mesh[DATA_AXIS]
-        for metric in module.modules():
-            if isinstance(metric, Metric):
-                # the processes of a replica hold the same numbers: a sum over all would count them several times
-                metric.process_group = data_mesh.get_group() if data_mesh.size() > 1 else None
-                metric.distributed_available_fn = _is_distributed if data_mesh.size() > 1 else _is_alone
-
-    def _spread(self, decoder: Decoder) -> None:
-        """Replace the decoder's layers, and check on the model itself that nothing changed."""
-        vocab_size = decoder.root.get_parameter(f"{decoder.layout.head}.weight").shape[0]
-        before = None
-        if self.sizes.tensor_parallel_size > 1:
-            # the processes' weights may differ still: process 0's are the ones that count
-            before = self.broadcast(probe_before(decoder.root, vocab_size))
-        for buffer in self._module.buffers():
-            if not buffer.is_meta:
-                buffer.copy_(process_0s(buffer, self.root_device))
-        parallelize(
-            decoder,
-            self.device_mesh,
-            device=self.root_device,
-            seed=self.broadcast(torch.initial_seed()),
-            data_axis=self.requested.data_axis,
-        )
-        if before is not None:
-            check_probe(before.to(self.root_device), probe(decoder.root, vocab_size), decoder.root)
+        for axis in (TENSOR_AXIS, PIPELINE_AXIS):
+            agree_on_random_numbers(self._device_mesh[axis].get_group(), self.root_device)
+        let_metrics_sum_over_replicas(module, self.device_mesh)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -249,6 +242,8 @@ class BoostParallelStrategy(ModelParallelStrategy):
         Raises:
             RuntimeError: If its parts were called past its ``forward``: torch then averages no gradients of theirs.
         """
+        if self.sizes.pipeline_parallel_size > 1:
+            self._release_gradients()
         if self.sizes.data_parallel_size == 1:
             return super().training_step(*args, **kwargs)
         assert self._root is not None
@@ -265,6 +260,14 @@ class BoostParallelStrategy(ModelParallelStrategy):
                 " training_step needs, and call that."
             )
         return result
+
+    def _release_gradients(self) -> None:
+        """Drop the last step's gradients before a pipeline makes new ones; Lightning does so only after the loss."""
+        trainer = self._module.trainer
+        is_first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        if self._module.automatic_optimization and is_first:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
@@ -368,11 +371,3 @@ def _local_path(path: Any) -> Path:
             f"checkpoint path ({path}) must be a path of this machine's file system with strategy 'boost'."
         )
     return Path(path)
-
-
-def _is_distributed() -> bool:
-    return dist.is_initialized()
-
-
-def _is_alone() -> bool:
-    return False

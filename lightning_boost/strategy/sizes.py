@@ -1,12 +1,17 @@
 """Which sizes a run's mesh has: what was given, what is left to find, and what the model allows."""
 
 from dataclasses import dataclass
+from math import prod
 
 from lightning_boost.data_parallel import DataAxis
 from lightning_boost.layout import Decoder
 from lightning_boost.mesh import AutoSize, ParallelSizes
+from lightning_boost.pipeline_parallel.options import PipelineOptions
+from lightning_boost.pipeline_parallel.split import check_pipeline
 from lightning_boost.tensor_parallel.check import check_tensor_size, legal_sizes
 from lightning_boost.tensor_parallel.scheme import scheme_for
+
+_WAY_OUT = "Build the module anew for another layout; checkpoints load on any."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +24,19 @@ class RequestedSizes:
 
     tensor_parallel_size: AutoSize
     data_parallel_size: AutoSize
+    pipeline_parallel_size: int
     data_axis: DataAxis
+    pipeline: PipelineOptions
 
     def __post_init__(self) -> None:
-        sizes = {"tensor_parallel_size": self.tensor_parallel_size, "data_parallel_size": self.data_parallel_size}
-        ParallelSizes(**{name: size for name, size in sizes.items() if size != "auto"})
+        ParallelSizes(**self._given())
         if self.data_axis not in ("replicate", "shard", "hybrid"):
             raise ValueError(f"data_axis ({self.data_axis!r}) must be one of 'replicate', 'shard', 'hybrid'.")
+        self.pipeline.check(self.pipeline_parallel_size)
+
+    def _given(self) -> dict[str, int]:
+        names = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != "auto"}
 
     def check_world(self, world_size: int, num_nodes: int) -> None:
         """Check what can be checked before the model is known.
@@ -38,14 +49,16 @@ class RequestedSizes:
                 "data_axis ('hybrid') must be 'shard' or 'replicate' on one node: it shares out inside a node and"
                 " replicates across nodes."
             )
-        given = [size for size in (self.tensor_parallel_size, self.data_parallel_size) if size != "auto"]
-        if len(given) == 2:
-            self._sizes(*given, num_nodes=1).check_world(world_size)
-        elif given and world_size % given[0]:
-            name = "tensor_parallel_size" if self.tensor_parallel_size != "auto" else "data_parallel_size"
+        given = self._given()
+        if len(given) == 3:
+            ParallelSizes(**given).check_world(world_size)
+        elif world_size % prod(given.values()):
+            used = {name: size for name, size in given.items() if size > 1}
+            product = prod(used.values())
             raise ValueError(
-                f"{name} ({given[0]}) must divide the number of processes ({world_size}, devices × num_nodes);"
-                f" set devices to a multiple of {given[0]}, or the size to a divisor of {world_size}."
+                f"{' × '.join(f'{name} ({size})' for name, size in used.items())} must divide the number of processes"
+                f" ({world_size}, devices × num_nodes); set devices to a multiple of {product}, or the sizes so that"
+                f" they divide {world_size}."
             )
 
     def check_same(self, sizes: ParallelSizes, data_axis: DataAxis) -> None:
@@ -58,24 +71,23 @@ class RequestedSizes:
         Raises:
             ValueError: If other sizes or another data axis are given now.
         """
-        way_out = "Build the module anew for another layout; checkpoints load on any."
-        for name in ("tensor_parallel_size", "data_parallel_size"):
-            wanted, there = getattr(self, name), getattr(sizes, name)
-            if wanted not in ("auto", there):
+        for name, wanted in self._given().items():
+            there = getattr(sizes, name)
+            if wanted != there:
                 raise ValueError(
-                    f"{name} ({wanted}) must be {there}: an earlier Trainer has spread this module so. {way_out}"
+                    f"{name} ({wanted}) must be {there}: an earlier Trainer has spread this module so. {_WAY_OUT}"
                 )
         if sizes.data_parallel_size > 1 and self.data_axis != data_axis:
             raise ValueError(
                 f"data_axis ({self.data_axis!r}) must be {data_axis!r}: an earlier Trainer has spread this module so."
-                f" {way_out}"
+                f" {_WAY_OUT}"
             )
 
     def resolve(self, decoder: Decoder, num_processes: int, num_nodes: int) -> ParallelSizes:
         """Return the mesh's sizes for a model.
 
         ``"auto"``: the tensor axis takes the largest legal size that divides the processes of a node, and those that
-        the data axis leaves; the data axis takes the rest.
+        the other axes leave; the data axis takes the rest.
 
         Args:
             decoder: Tells the legal tensor sizes.
@@ -85,22 +97,26 @@ class RequestedSizes:
         Raises:
             ValueError: If the model does not allow the sizes, or they do not multiply to all processes.
         """
-        world_size = num_processes * num_nodes
+        world_size, given = num_processes * num_nodes, self._given()
         self.check_world(world_size, num_nodes)
-        given_tensor, given_data = self.tensor_parallel_size, self.data_parallel_size
-        if given_tensor == "auto":
-            left = world_size if given_data == "auto" else world_size // given_data
+        left = world_size // prod(given.values())
+        tensor = given.get("tensor_parallel_size")
+        if tensor is None:
             tensor = max(size for size in legal_sizes(decoder) if num_processes % size == 0 and left % size == 0)
-        else:
-            tensor = given_tensor
-        data = world_size // tensor if given_data == "auto" else given_data
-        sizes = self._sizes(tensor, data, num_nodes=num_nodes)
+        pipeline = self.pipeline_parallel_size
+        data = given.get("data_parallel_size", world_size // (tensor * pipeline))
+        # the nodes that a replica's neighbours on the data axis reach over
+        num_replicates = max(1, data * tensor // num_processes) if self.data_axis == "hybrid" else 1
+        sizes = ParallelSizes(
+            pipeline_parallel_size=pipeline,
+            data_parallel_size=data,
+            tensor_parallel_size=tensor,
+            data_replicate_size=num_replicates,
+        )
         sizes.check_world(world_size)
         if tensor > 1:
             check_tensor_size(decoder, tensor)
             scheme_for(decoder).check(decoder)
+        if pipeline > 1:
+            check_pipeline(decoder, pipeline, self.pipeline)
         return sizes
-
-    def _sizes(self, tensor: int, data: int, *, num_nodes: int) -> ParallelSizes:
-        replicas = num_nodes if self.data_axis == "hybrid" else 1
-        return ParallelSizes(tensor_parallel_size=tensor, data_parallel_size=data, data_replicate_size=replicas)
