@@ -1,8 +1,11 @@
 """The pipeline axis against the one-process model, without a Trainer: losses, gradients, outputs."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_boost.layout import find_decoder
 from lightning_boost.mesh import DATA_AXIS, ParallelSizes, build_mesh
@@ -177,3 +180,50 @@ def _no_labels(config):
 def test_a_batch_without_labels_gives_zero():
     """known_failures A41."""
     assert run_processes(_no_labels, 2, small_config()) == [(0.0, 0.0)] * 2
+
+
+class _Traffic(TorchDispatchMode):
+    """Notes what reaches the process groups: operation and number of values."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+            values = sum(tensor.numel() for tensor in tensors if isinstance(tensor, torch.Tensor))
+            self.calls.append((func.overloadpacket.__name__, values))
+        return func(*args, **(kwargs or {}))
+
+
+def _traffic(config, layout, options):
+    batch = masked_batch(config.vocab_size, rows=8)
+    model, _ = piped_model(config, **layout, **options)
+    # the first step also makes buffers and warms connections up
+    for _ in range(2):
+        with _Traffic() as traffic:
+            model(**batch).backward()
+    return Counter(traffic.calls)
+
+
+@pytest.mark.parametrize(("kind", "width"), [("cola", 32), ("full_rank", 64)])
+def test_a_border_carries_the_hidden_stream_once_in_each_direction(kind, width):
+    """8 rows of 12 tokens in 4 micro-batches; in scheme bottleneck a process sends its D/tp features only."""
+    config = small_config(num_hidden_layers=3, low_rank={"kind": kind})
+    layout, options = {"pipeline": 2, "tensor": 2}, {"num_microbatches": 4}
+    for counts in run_processes(_traffic, 4, config, layout, options):
+        moved = {name: number for (name, values), number in counts.items() if values == 2 * 12 * width}
+        assert (moved["send"], moved["recv_"]) == (4, 4)
+        assert not [name for name, values in counts if name in ("send", "recv_") and values != 2 * 12 * width]
+
+
+@pytest.mark.parametrize(("data_axis", "operation"), [("shard", "reduce_scatter"), ("replicate", "allreduce")])
+def test_gradients_are_reduced_once_for_all_microbatches(data_axis, operation):
+    """known_failures A10: a unit for each layer of the stage, and one for its end."""
+    config = small_config(num_hidden_layers=4)
+    layout, options = {"pipeline": 2, "data_axis": data_axis}, {"num_microbatches": 4, "layers_per_stage": [2, 2]}
+    for counts in run_processes(_traffic, 4, config, layout, options):
+        # of one value: token counts and losses
+        reductions = [number for (name, values), number in counts.items() if operation in name and values > 1]
+        assert sum(reductions) == 3

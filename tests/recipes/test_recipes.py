@@ -91,7 +91,7 @@ def test_a_layout_takes_all_of_its_processes(recipe):
     trainer = _composed(QUICKSTART, recipe)["trainer"]
     sizes = trainer["strategy"]["init_args"]
     data = sizes["data_parallel_size"] if sizes["data_parallel_size"] != "auto" else 1
-    assert sizes["tensor_parallel_size"] * data == trainer["devices"] * trainer["num_nodes"]
+    assert sizes["tensor_parallel_size"] * data * sizes["pipeline_parallel_size"] == trainer["devices"] * trainer["num_nodes"]
     assert trainer["devices"] % sizes["tensor_parallel_size"] == 0, "the tensor axis stays inside a node"
 
 
@@ -231,7 +231,7 @@ def _fit(folder, *arguments):
     assert "max_steps=2` reached" in done.stderr
 
 
-@pytest.mark.parametrize("layout", ["two_cpu_processes", "four_cpu_processes"])
+@pytest.mark.parametrize("layout", ["two_cpu_processes", "four_cpu_processes", "four_cpu_processes_pipeline"])
 def test_a_layout_for_cpus_trains(tmp_path, layout):
     _fit(
         tmp_path,
