@@ -91,7 +91,10 @@ def test_a_layout_takes_all_of_its_processes(recipe):
     trainer = _composed(QUICKSTART, recipe)["trainer"]
     sizes = trainer["strategy"]["init_args"]
     data = sizes["data_parallel_size"] if sizes["data_parallel_size"] != "auto" else 1
-    assert sizes["tensor_parallel_size"] * data * sizes["pipeline_parallel_size"] == trainer["devices"] * trainer["num_nodes"]
+    assert (
+        sizes["tensor_parallel_size"] * data * sizes["pipeline_parallel_size"]
+        == trainer["devices"] * trainer["num_nodes"]
+    )
     assert trainer["devices"] % sizes["tensor_parallel_size"] == 0, "the tensor axis stays inside a node"
 
 
@@ -240,7 +243,7 @@ def test_a_layout_for_cpus_trains(tmp_path, layout):
         "--trainer.max_steps=2",
         "--trainer.num_sanity_val_steps=0",
         "--trainer.limit_val_batches=1",
-        "--model.config.num_hidden_layers=1",
+        "--model.config.num_hidden_layers=2",
     )
 
 
