@@ -136,7 +136,7 @@ def _make_step(sizes: BlockSizes, kind: LowRankKind) -> Callable[[], object]:
     shape = (sizes.num_sequences, sizes.sequence_length, width)
     x = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
     upstream = torch.randn(shape, generator=generator).to(dtype)
-    rotary = rotary_tables(torch.arange(sizes.sequence_length), model.config, like=x)
+    rotary = rotary_tables(torch.arange(sizes.sequence_length), sizes.sequence_length, model.config, like=x)
 
     def step() -> None:
         y: Tensor = block(x, rotary)

@@ -4,25 +4,28 @@ import torch
 from torch import Tensor
 
 
-def document_mask(document_ids: Tensor) -> Tensor:
-    """Return which tokens each one sees, ``[B, 1, T, T]``: itself and those before it in its document.
+def number_documents(document_ids: Tensor) -> Tensor:
+    """Count the documents of each sequence from 0, ``[B, T]``: another one begins wherever the id changes.
 
     Args:
         document_ids: ``[B, T]``.
     """
-    is_same = document_ids[:, :, None] == document_ids[:, None, :]
+    return (document_ids.diff(dim=-1, prepend=document_ids[:, :1]) != 0).cumsum(dim=-1)
+
+
+def document_mask(numbers: Tensor) -> Tensor:
+    """Return which tokens each one sees, ``[B, 1, T, T]``: itself and those before it in its document."""
+    is_same = numbers[:, :, None] == numbers[:, None, :]
     return is_same.tril()[:, None]
 
 
-def positions_in_documents(input_ids: Tensor, document_ids: Tensor | None) -> Tensor:
-    """Return each token's place, ``[B, T]`` counted from its document's first token, or ``[T]`` if there is but one.
-
-    Args:
-        input_ids: ``[B, T]``.
-        document_ids: ``[B, T]``, or ``None``.
-    """
-    places = torch.arange(input_ids.shape[-1], device=input_ids.device)
-    if document_ids is None:
-        return places
-    begins = document_ids.diff(dim=-1, prepend=document_ids[:, :1] - 1) != 0
+def document_positions(numbers: Tensor) -> Tensor:
+    """Return each token's place, ``[B, T]``, counted from its document's first token."""
+    places = torch.arange(numbers.shape[-1], device=numbers.device)
+    begins = numbers.diff(dim=-1, prepend=numbers[:, :1] - 1) != 0
     return places - (places * begins).cummax(dim=-1).values
+
+
+def document_lengths(numbers: Tensor) -> Tensor:
+    """Return how many tokens the document of each token has, ``[B, T]``."""
+    return torch.zeros_like(numbers).scatter_add(-1, numbers, torch.ones_like(numbers)).gather(-1, numbers)

@@ -1,11 +1,12 @@
 """A LLaMA decoder with low-rank linears, under Hugging Face's parameter names."""
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_boost.config import LlamaConfig
 from lightning_boost.model.attention import Attention
-from lightning_boost.model.documents import document_mask, positions_in_documents
+from lightning_boost.model.documents import document_lengths, document_mask, document_positions, number_documents
 from lightning_boost.model.initialization import initialize
 from lightning_boost.model.loss import NextTokenLoss
 from lightning_boost.model.mlp import MLP
@@ -46,9 +47,13 @@ class LlamaModel(nn.Module):
     def forward(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """Map token ids ``[B, T]`` to the last hidden state ``[B, T, D]``; ``document_ids`` as in the whole model."""
         hidden = self.embed_tokens(input_ids)
-        positions = positions_in_documents(input_ids, document_ids)
-        rotary = rotary_tables(positions, self.config, like=hidden)
-        mask = None if document_ids is None else document_mask(document_ids)
+        if document_ids is None:
+            places, mask = torch.arange(input_ids.shape[-1], device=input_ids.device), None
+            rotary = rotary_tables(places, input_ids.shape[-1], self.config, like=hidden)
+        else:
+            numbers = number_documents(document_ids)
+            mask = document_mask(numbers)
+            rotary = rotary_tables(document_positions(numbers), document_lengths(numbers), self.config, like=hidden)
         for layer in self.layers:
             hidden = layer(hidden, rotary, mask)
         normalized: Tensor = self.norm(hidden)
@@ -83,8 +88,9 @@ class LlamaForCausalLM(nn.Module):
             input_ids: ``[B, T]``.
             labels: ``[B, T]``, aligned with ``input_ids`` as in Hugging Face: the model shifts them, and ignores
                 ``-100``.
-            document_ids: ``[B, T]``, which document of its sequence each token belongs to, in rising order. No token
-                sees another document, and positions begin anew in each. ``None``: a sequence is one document.
+            document_ids: ``[B, T]``, which document of its sequence each token belongs to; another begins wherever it
+                changes. No token sees another document, and positions begin anew in each. ``None``: a sequence is one
+                document.
         """
         hidden = self.model(input_ids, document_ids)
         output: Tensor = self.lm_head(hidden) if labels is None else self.loss(hidden, self.lm_head.weight, labels)

@@ -8,18 +8,21 @@ from torch import Tensor
 from lightning_boost.config import LlamaConfig, RopeScaling
 
 
-def rotary_tables(positions: Tensor, config: LlamaConfig, like: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    positions: Tensor, num_tokens: int | Tensor, config: LlamaConfig, like: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of the rotary angles, each ``[T, E]``, or ``[B, 1, T, E]``.
 
     They are made on every forward from positions, in fp32, so that no buffer can go stale or be left uninitialised.
 
     Args:
         positions: ``[T]`` if all sequences have the same, else ``[B, T]``.
+        num_tokens: Tokens of the sequence or, ``[B, T]``, of each token's document; the dynamic form looks at it.
         config: Head size, base and scaling.
         like: A tensor whose device and dtype the tables take.
     """
-    # the dynamic form's base grows with the longest document, as in Hugging Face
-    angles = positions[..., None].float() * _frequencies(positions.max() + 1, config)
+    lengths = torch.as_tensor(num_tokens, device=positions.device)
+    angles = positions[..., None].float() * _frequencies(lengths, config)
     angles = torch.cat([angles, angles], dim=-1)
     if positions.dim() > 1:
         angles = angles[:, None]
@@ -33,13 +36,13 @@ def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def _frequencies(num_tokens: Tensor, config: LlamaConfig) -> Tensor:
-    """Return the angle per position of each pair of features, ``[E / 2]``; ``num_tokens`` is a scalar."""
+    """Return the angle per position of each pair of features, ``[E / 2]``; ``[B, T, E / 2]`` for lengths ``[B, T]``."""
     scaling, size = config.rope_scaling, config.head_size
     theta: float | Tensor = config.rope_theta
     if scaling is not None and scaling.rope_type == "dynamic":
         beyond = (num_tokens / scaling.original_max_position_embeddings).clamp(min=1.0)
         growth = 1.0 + scaling.factor * (beyond - 1.0)
-        theta = theta * growth ** (size / (size - 2))
+        theta = (theta * growth ** (size / (size - 2)))[..., None]
     frequencies = theta ** (-torch.arange(0, size, 2, device=num_tokens.device, dtype=torch.float32) / size)
     if scaling is not None and scaling.rope_type == "linear":
         return frequencies / scaling.factor

@@ -3,18 +3,21 @@
 Masks are taken down where they are drawn, put together, and given to the one-process model.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from lightning_boost import BoostParallelStrategy, random_streams
 from lightning_boost.layout import find_decoder
 from lightning_boost.mesh import DATA_AXIS, TENSOR_AXIS, ParallelSizes, build_mesh
 from lightning_boost.model import attention
 from lightning_boost.parallelize import parallelize
-from tests.models import CPU, SEED, gradient_errors, masked_batch, meta_model, one_process_model, small_config
+from tests.models import CPU, SEED, gradient_errors, masked_batch, meta_model, one_process_model, small_config, whole
 from tests.processes import run_processes
 from tests.users_module import UsersModule, loader, trainer_for
 
@@ -80,6 +83,54 @@ def _gradients_with_the_same_masks(scheme):
 def test_gradients_are_those_of_one_process_under_the_same_masks(scheme, size):
     """known_failures A50: masks that differ on a whole tensor would give each process another network."""
     assert max(run_processes(_gradients_with_the_same_masks, size, scheme)) < 1e-5
+
+
+def _recomputed(scheme, hidden_dropout):
+    """Return gradients of two steps, with and without running each layer a second time in backward."""
+    config = small_config(
+        attention_dropout=PROBABILITY, hidden_dropout=hidden_dropout, low_rank={"kind": SCHEMES[scheme]}
+    )
+    results = []
+    for is_recomputed in (False, True):
+        model = meta_model(config)
+        mesh = build_mesh(ParallelSizes(tensor_parallel_size=dist.get_world_size()), "cpu")
+        parallelize(find_decoder(model), mesh, device=CPU, seed=SEED)
+        if is_recomputed:
+            for layer in model.model.layers:
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        torch.manual_seed(1)
+        for _ in range(2):
+            loss = model(**masked_batch(131))
+            loss.backward()
+        results.append({name: whole(parameter.grad).numpy() for name, parameter in model.named_parameters()})
+    return [abs(results[1][name] - gradient).max() for name, gradient in results[0].items()]
+
+
+@pytest.mark.parametrize("hidden_dropout", [0.0, PROBABILITY])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_layer_that_is_run_again_in_backward_draws_the_same_masks(scheme, hidden_dropout):
+    """known_failures A49."""
+    for differences in run_processes(_recomputed, 2, scheme, hidden_dropout):
+        assert max(differences) == 0.0
+
+
+def _with_an_empty_share():
+    """Return what a process draws after a model in which only split features are dropped, of which it has none."""
+    config = small_config(intermediate_size=3, low_rank={"kind": "full_rank"})
+    model = meta_model(config)
+    mesh = build_mesh(ParallelSizes(tensor_parallel_size=dist.get_world_size()), "cpu")
+    parallelize(find_decoder(model), mesh, device=CPU, seed=SEED)
+    for layer in model.model.layers:
+        layer.mlp.up_proj.register_forward_hook(lambda *arguments: functional.dropout(arguments[-1], PROBABILITY))
+    torch.manual_seed(1)
+    losses = [model(**masked_batch(131)).item() for _ in range(3)]
+    return losses, torch.rand(1).item()
+
+
+def test_a_process_without_a_share_draws_what_the_others_draw():
+    results = run_processes(_with_an_empty_share, 4)
+    assert len(set(results[0][0])) == 3
+    assert all(result == results[0] for result in results)
 
 
 def _one_stream():

@@ -62,7 +62,7 @@ def _block_errors(upstream):
     config = small_config()
     model, reference = parallel_model(config, dist.get_world_size()), one_process_model(config)
     x = torch.randn(4, 12, 64, generator=torch.Generator().manual_seed(1))
-    rotary = rotary_tables(torch.arange(12), config, like=x)
+    rotary = rotary_tables(torch.arange(12), 12, config, like=x)
     layer = reference.model.layers[0]
     UPSTREAM[upstream](model.model.layers[0](_share(x), rotary)).backward()
     UPSTREAM[upstream](layer(x, rotary)).backward()

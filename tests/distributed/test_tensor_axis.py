@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from lightning_boost.collectives import count_collectives
+from lightning_boost.config import RopeScaling
 from lightning_boost.cost import layer_traffic
 from lightning_boost.gradients import clip_gradients_by_norm, global_gradient_norm
 from lightning_boost.model.loss import next_tokens
@@ -111,7 +112,8 @@ def test_a_module_s_own_loss_from_whole_logits_is_exact(size):
 
 @pytest.mark.parametrize("kind", ["cola", "full_rank"])
 def test_documents_of_one_sequence_see_only_themselves(kind):
-    config = small_config(low_rank={"kind": kind}, num_key_value_heads=4)
+    scaling = RopeScaling(rope_type="dynamic", factor=2.0, original_max_position_embeddings=4)
+    config = small_config(low_rank={"kind": kind}, num_key_value_heads=4, rope_scaling=scaling)
     documents = [0, 0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2]
     for errors in run_processes(_errors, 2, config, False, documents):
         assert errors.pop("shapes kept")

@@ -34,7 +34,7 @@ def test_frequencies_follow_the_formula(rope_type, formula):
     scaling = rope_type and RopeScaling(rope_type=rope_type, factor=4.0, original_max_position_embeddings=CONTEXT)
     config = small_config(rope_scaling=scaling, rope_theta=THETA)
     positions = torch.arange(200)
-    cosines, sines = rotary_tables(positions, config, like=torch.zeros(1))
+    cosines, sines = rotary_tables(positions, len(positions), config, like=torch.zeros(1))
     for pair in range(HEAD_SIZE // 2):
         angles = positions.double() * formula(THETA ** (-2 * pair / HEAD_SIZE))
         for feature in (pair, pair + HEAD_SIZE // 2):
@@ -47,8 +47,10 @@ def test_the_dynamic_base_grows_beyond_the_context():
     scaled, plain = (small_config(rope_scaling=given) for given in (scaling, None))
     like = torch.zeros(1)
     inside = torch.arange(CONTEXT)
-    assert torch.equal(rotary_tables(inside, scaled, like)[0], rotary_tables(inside, plain, like)[0])
+    assert torch.equal(rotary_tables(inside, CONTEXT, scaled, like)[0], rotary_tables(inside, CONTEXT, plain, like)[0])
     beyond = torch.arange(200)
     base = THETA * (2.0 * 200 / CONTEXT - 1.0) ** (HEAD_SIZE / (HEAD_SIZE - 2))
     angles = beyond.double() * base ** (-2 / HEAD_SIZE)
-    torch.testing.assert_close(rotary_tables(beyond, scaled, like)[0][:, 1].double(), angles.cos(), atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        rotary_tables(beyond, 200, scaled, like)[0][:, 1].double(), angles.cos(), atol=2e-5, rtol=0
+    )
