@@ -61,7 +61,7 @@ MAY_ISSUE = {
     "collectives": EVERY_COLLECTIVE,
     "checkpoint": EVERY_COLLECTIVE,  # of state that is saved or loaded, not of activations
     "parallelize": re.compile("broadcast"),  # process 0's weights, once
-    "strategy": re.compile("all_reduce|broadcast_object_list"),  # votes and random state, not activations
+    "strategy": re.compile("all_reduce|broadcast_object_list|all_gather_object"),  # votes and random state
     "data_parallel": re.compile("all_reduce"),  # token counts, on the data axis
     "pipeline_parallel": re.compile("all_reduce|broadcast"),  # losses and outputs of the last stage, token counts
     "random_streams": re.compile("all_reduce"),  # a vote of the stages

@@ -3,24 +3,19 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_boost import checkpoint as checkpoints
 from lightning_boost.data_parallel import DataAxis, set_gradient_sync
 from lightning_boost.gradients import clip_gradients_by_norm, scale_gradients
 from lightning_boost.layout import Decoder, DecoderLayout
@@ -31,6 +26,7 @@ from lightning_boost.strategy.faults import report_failure
 from lightning_boost.strategy.lightning_internals import IS_INTERACTIVE, CheckedLauncher, without_recorded_names
 from lightning_boost.strategy.module_checks import check_none_outside, check_optimizers, check_same_dtype
 from lightning_boost.strategy.random_numbers import agree_on_random_numbers
+from lightning_boost.strategy.resumable import ResumableStrategy
 from lightning_boost.strategy.sizes import RequestedSizes
 from lightning_boost.strategy.spreading import decoder_of, find_spread, let_metrics_sum_over_replicas, spread_over_mesh
 from lightning_boost.strategy.trainer_checks import check_anomaly_detection, check_callbacks
@@ -39,11 +35,9 @@ PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 """Lightning's names of the precisions that keep training exact to their rounding."""
 
 _CHILDREN_GRACE_SECONDS = 5.0
-_SPREAD = "_boost_parallel_spread"
-"""Sizes and data axis, on a decoder that is spread."""
 
 
-class BoostParallelStrategy(ModelParallelStrategy):
+class BoostParallelStrategy(ResumableStrategy):
     """Train a low-rank language model on several processes exactly as on one.
 
     The LightningModule stays as it is. Its decoder is found by the names of its parts and its layers are replaced by
@@ -105,7 +99,6 @@ class BoostParallelStrategy(ModelParallelStrategy):
         self.sizes = ParallelSizes()
         """The mesh's sizes, once set up."""
 
-        self._root: Module | None = None
         self._num_runs = 0
         self.gradient_norm: Tensor | None = None
         """Global norm at the last clipping, before it."""
@@ -167,11 +160,6 @@ class BoostParallelStrategy(ModelParallelStrategy):
     @property
     def _num_all_processes(self) -> int:
         return self.num_processes * self.num_nodes
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     # ---- set-up --------------------------------------------------------------------------------------------------
 
@@ -323,37 +311,6 @@ class BoostParallelStrategy(ModelParallelStrategy):
         dist.all_reduce(votes, op=ReduceOp.MIN if all else ReduceOp.MAX)
         return bool(votes)
 
-    # ---- checkpoints ---------------------------------------------------------------------------------------------
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return checkpoints.model_state(self._module)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        bare = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return checkpoints.optimizer_state(self._module, bare)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save as a directory that any layout loads."""
-        if self._root is None:
-            # a callback that saves whenever something is raised must not hide what kept the model from being set up
-            return
-        if storage_options is not None:
-            raise ValueError("storage_options must be None with strategy 'boost': it writes the directory itself.")
-        tensors = {"state_dict": checkpoint.pop("state_dict")}
-        tensors |= {f"optimizer_{index}": state for index, state in enumerate(checkpoint.pop("optimizer_states", []))}
-        checkpoints.save_checkpoint(_local_path(self.broadcast(filepath)), tensors, checkpoint)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load what any layout saved; optimizers only where training goes on."""
-        path = _local_path(self.broadcast(checkpoint_path))
-        is_training = self._module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = self.optimizers if is_training else []
-        return checkpoints.load_checkpoint(path, self._module, optimizers, strict=self._module.strict_loading)
-
     # ---- ending --------------------------------------------------------------------------------------------------
 
     @override
@@ -363,11 +320,3 @@ class BoostParallelStrategy(ModelParallelStrategy):
         report_failure(exception, self.global_rank, self._num_runs)
         if isinstance(self._launcher, CheckedLauncher):
             self._launcher.end_children(_CHILDREN_GRACE_SECONDS)
-
-
-def _local_path(path: Any) -> Path:
-    if "://" in str(path):
-        raise ValueError(
-            f"checkpoint path ({path}) must be a path of this machine's file system with strategy 'boost'."
-        )
-    return Path(path)

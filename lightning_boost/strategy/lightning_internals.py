@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_random_states
-from lightning.fabric.utilities.seed import _set_rng_states as set_random_states
+from lightning.fabric.utilities.seed import _set_rng_states as restore_random_states
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -23,7 +23,7 @@ __all__ = [
     "collect_random_states",
     "default_store",
     "detects_anomalies",
-    "set_random_states",
+    "restore_random_states",
     "without_recorded_names",
 ]
 

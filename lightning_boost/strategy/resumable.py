@@ -1,0 +1,101 @@
+"""What a run saves and goes on from: states of any layout, positions in the data, random numbers."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_boost import checkpoint as checkpoints
+from lightning_boost.strategy.data_position import keep_aside, keep_position
+from lightning_boost.strategy.random_numbers import TrainingRandomNumbers
+from lightning_boost.strategy.run_state import add_replicas, take_replica
+
+
+class ResumableStrategy(ModelParallelStrategy):
+    """Saves checkpoints that any layout loads, and goes on as if a run had not been interrupted."""
+
+    _root: Module | None = None
+    """The model, once it is set up."""
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @cached_property
+    def random_numbers(self) -> TrainingRandomNumbers:
+        """Those of training."""
+        return TrainingRandomNumbers(self.root_device)
+
+    # ---- data and random numbers ---------------------------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let a training loader know its position, to be saved."""
+        trainer, numbers = self._module.trainer, self.random_numbers
+        return keep_position(dataloader, trainer, numbers) if trainer.training else keep_aside(dataloader, numbers)
+
+    @override
+    def on_train_start(self) -> None:
+        """Go on with the random numbers of the run that was saved."""
+        self.random_numbers.begin()
+
+    @override
+    def on_validation_start(self) -> None:
+        """Put training's random numbers aside: how often is validated must not change what is trained."""
+        self.random_numbers.put_aside()
+
+    @override
+    def on_validation_end(self) -> None:
+        """Go on with training's random numbers."""
+        self.random_numbers.take_back()
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return checkpoints.model_state(self._module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        bare = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return checkpoints.optimizer_state(self._module, bare)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save as a directory that any layout loads."""
+        if self._root is None:
+            # a callback that saves whenever something is raised must not hide what kept the model from being set up
+            return
+        if storage_options is not None:
+            raise ValueError("storage_options must be None with strategy 'boost': it writes the directory itself.")
+        tensors = {"state_dict": checkpoint.pop("state_dict")}
+        tensors |= {f"optimizer_{index}": state for index, state in enumerate(checkpoint.pop("optimizer_states", []))}
+        add_replicas(checkpoint, self.device_mesh, self.root_device)
+        checkpoints.save_checkpoint(_local_path(self.broadcast(filepath)), tensors, checkpoint)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load what any layout saved; optimizers only where training goes on."""
+        path = _local_path(self.broadcast(checkpoint_path))
+        is_training = self._module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self.optimizers if is_training else []
+        checkpoint = checkpoints.load_checkpoint(path, self._module, optimizers, strict=self._module.strict_loading)
+        states = take_replica(checkpoint, self.device_mesh)
+        self.random_numbers.next = states if is_training else None
+        return checkpoint
+
+
+def _local_path(path: Any) -> Path:
+    if "://" in str(path):
+        raise ValueError(
+            f"checkpoint path ({path}) must be a path of this machine's file system with strategy 'boost'."
+        )
+    return Path(path)
