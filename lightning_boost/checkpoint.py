@@ -7,6 +7,7 @@ right name is whole. Nothing is unpickled but plain types and torch's own descri
 import pickle
 import shutil
 from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
@@ -29,6 +31,8 @@ from torch.utils._pytree import tree_map
 
 from lightning_boost.checkpoint_reader import PlainPlanner, PlainReader
 from lightning_boost.config import LlamaConfig, LowRankConfig, RopeScaling
+
+_UNFINISHED = ".unfinished"
 
 TRAINER_STATE_FILE = "meta.pt"
 """Everything that is not a tensor of the model or of an optimizer; Lightning's name for it."""
@@ -60,34 +64,100 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def save_checkpoint(path: Path, tensors: dict[str, Any], trainer_state: dict[str, Any]) -> None:
-    """Write a checkpoint; every process calls this with the same path.
+class CheckpointSave:
+    """A checkpoint on its way to the disk; every process makes and finishes it together.
+
+    Making it takes copies of the tensors if it is written in the background, and their time if not. A background save
+    gets its name as soon as it is complete.
 
     Args:
         path: Directory to make. If it exists, it is replaced once the new one is complete.
         tensors: State of the model and of optimizers; each process hands in its shares.
         trainer_state: The rest; process 0's is written.
+        background_group: For a save in the background, a process group that nothing else communicates over.
 
     Raises:
         ValueError: If the rest holds something that loading would refuse.
     """
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    is_first = dist.get_rank() == 0
-    if is_first:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(_plain_numbers(tensors), checkpoint_id=unfinished)
-    outcome: list[str | None] = [None]
-    if is_first:
-        outcome[0] = _write_trainer_state(_plain_numbers(trainer_state), unfinished / TRAINER_STATE_FILE)
-        if outcome[0] is None:
-            _publish(unfinished, path)
-        else:
-            shutil.rmtree(unfinished)
-    dist.broadcast_object_list(outcome)
-    if outcome[0] is not None:
-        raise ValueError(outcome[0])
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: dict[str, Any],
+        trainer_state: dict[str, Any],
+        *,
+        background_group: ProcessGroup | None = None,
+    ) -> None:
+        self.path = path
+        self._unfinished = path.with_name(f".{path.name}{_UNFINISHED}")
+        self._is_first = dist.get_rank() == 0
+        self._is_published = False
+        outcome = [self._prepare(trainer_state) if self._is_first else None]
+        dist.broadcast_object_list(outcome)
+        if outcome[0] is not None:
+            raise ValueError(outcome[0])
+        self._error: str | None = None
+        self._future: Future[Any] | None = None
+        plain = _plain_numbers(tensors)
+        if background_group is None:
+            try:
+                dcp.save(plain, checkpoint_id=self._unfinished)
+            except (CheckpointException, OSError) as error:
+                self._error = _cause(error)
+            return
+        response = dcp.async_save(plain, checkpoint_id=self._unfinished, process_group=background_group)
+        assert isinstance(response, Future)
+        self._future = response
+        if self._is_first:
+            # torch has the first process finish when all have written their shares
+            response.add_done_callback(lambda done: self._publish() if done.exception() is None else None)
+
+    def finish(self) -> None:
+        """Wait until it is complete, on every process.
+
+        Raises:
+            OSError: If a process could not write its share; what there is of it is removed, and all processes raise.
+        """
+        if self._future is not None and (error := self._future.exception()) is not None:
+            self._error = _cause(error)
+        errors: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, self._error)
+        failed = next(((number, error) for number, error in enumerate(errors) if error is not None), None)
+        if self._is_first and failed is None:
+            self._publish()
+        elif self._is_first:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+        dist.barrier()
+        if failed is not None:
+            raise OSError(
+                f"checkpoint {self.path} could not be written: process {failed[0]} says {failed[1]}. What was there"
+                " before is untouched."
+            )
+
+    def _prepare(self, trainer_state: dict[str, Any]) -> str | None:
+        """Make the directory and write what is no tensor; return what is wrong with it."""
+        for remains in self.path.parent.glob(f".*{_UNFINISHED}"):
+            # of saves that were killed
+            shutil.rmtree(remains, ignore_errors=True)
+        try:
+            self._unfinished.mkdir(parents=True)
+            error = _write_trainer_state(_plain_numbers(trainer_state), self._unfinished / TRAINER_STATE_FILE)
+        except OSError as failure:
+            error = f"checkpoint {self.path} could not be written: {failure}"
+        if error is not None:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+        return error
+
+    def _publish(self) -> None:
+        if not self._is_published:
+            self._is_published = True
+            _publish(self._unfinished, self.path)
+
+
+def _cause(error: BaseException) -> str:
+    """Return what torch's collected failures of all processes began with."""
+    first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    return f"{type(first).__name__}: {first}"
 
 
 def load_checkpoint(

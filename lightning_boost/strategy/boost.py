@@ -56,6 +56,7 @@ class BoostParallelStrategy(ResumableStrategy):
         num_microbatches: Parts of a batch; ``None``: the most, up to four for each stage, that divide it.
         virtual_stages: Stages on each process; above 1 with ``"interleaved_1f1b"``.
         layers_per_stage: Number of layers of each stage; ``None``: balanced by their cost.
+        save_in_background: Whether training goes on while a checkpoint is written, from copies of all states.
         layout: Names of the decoder's parts, where they are not LLaMA's.
         process_group_backend: ``None``: NCCL on GPUs, gloo on the CPU.
         timeout: After which a collective that a process does not join is an error.
@@ -79,6 +80,7 @@ class BoostParallelStrategy(ResumableStrategy):
         num_microbatches: int | None = None,
         virtual_stages: int = 1,
         layers_per_stage: Sequence[int] | None = None,
+        save_in_background: bool = False,
         layout: DecoderLayout | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -104,6 +106,7 @@ class BoostParallelStrategy(ResumableStrategy):
         """Global norm at the last clipping, before it."""
 
         self.layout = layout
+        self._saves_in_background = save_in_background
 
     # ---- before processes start ----------------------------------------------------------------------------------
 

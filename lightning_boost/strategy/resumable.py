@@ -4,10 +4,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -23,6 +25,16 @@ class ResumableStrategy(ModelParallelStrategy):
 
     _root: Module | None = None
     """The model, once it is set up."""
+
+    _has_failed = False
+    _saves_in_background = False
+    _saving_group: ProcessGroup | None = None
+    _saving: checkpoints.CheckpointSave | None = None
+
+    @cached_property
+    def _outdated(self) -> list[Any]:
+        """Checkpoints to remove once the present save is complete."""
+        return []
 
     @property
     def _module(self) -> LightningModule:
@@ -79,11 +91,43 @@ class ResumableStrategy(ModelParallelStrategy):
         tensors = {"state_dict": checkpoint.pop("state_dict")}
         tensors |= {f"optimizer_{index}": state for index, state in enumerate(checkpoint.pop("optimizer_states", []))}
         add_replicas(checkpoint, self.device_mesh, self.root_device)
-        checkpoints.save_checkpoint(_local_path(self.broadcast(filepath)), tensors, checkpoint)
+        path = _local_path(self.broadcast(filepath))
+        self.finish_saving()
+        self._saving = checkpoints.CheckpointSave(path, tensors, checkpoint, background_group=self._background_group())
+        if not self._saves_in_background:
+            self.finish_saving()
+
+    def _background_group(self) -> ProcessGroup | None:
+        if self._saves_in_background and self._saving_group is None:
+            # training goes on communicating over the others meanwhile
+            self._saving_group = dist.new_group(backend="gloo")
+        return self._saving_group
+
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is complete; every process must call this.
+
+        Raises:
+            OSError: If it could not be written.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish()
+        for path in self._outdated:
+            super().remove_checkpoint(path)
+        self._outdated.clear()
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, but not before one that is being written in its place is complete."""
+        if self._saving is not None:
+            self._outdated.append(filepath)
+        else:
+            super().remove_checkpoint(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load what any layout saved; optimizers only where training goes on."""
+        self.finish_saving()
         path = _local_path(self.broadcast(checkpoint_path))
         is_training = self._module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if is_training else []
@@ -91,6 +135,19 @@ class ResumableStrategy(ModelParallelStrategy):
         states = take_replica(checkpoint, self.device_mesh)
         self.random_numbers.next = states if is_training else None
         return checkpoint
+
+    @override
+    def teardown(self) -> None:
+        """Wait for the last checkpoint, unless this process has failed: its peers may be gone."""
+        if not self._has_failed:
+            self.finish_saving()
+        super().teardown()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember that there is no waiting for other processes any more."""
+        self._has_failed = True
+        super().on_exception(exception)
 
 
 def _local_path(path: Any) -> Path:
