@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,14 +25,15 @@ class Packer:
     ``across_documents``    documents end to end, cut every ``T`` tokens; attention crosses from one to the next
     ``separate_documents``  the same sequences, and ``document_ids``, which keep documents apart; the first token of a
                             document is not predicted
-    ``one_document``        a sequence for each document with text: what is behind its first ``T`` tokens is left out
+    ``one_document``        a sequence for each document with text: of a longer one the first ``T - 1`` tokens and the
+                            end token
     ======================  ============================================================================================
 
     A sequence is a dict of ``input_ids`` and ``labels``, each ``[T]``, and where documents are kept apart
     ``document_ids`` ``[T]``, which count the documents of the sequence from 0. The model shifts the labels.
 
     Raises:
-        ValueError: If the length is below 2.
+        ValueError: If the length is below 2, or the packing is none of these.
     """
 
     tokenizer: Tokenizer
@@ -46,6 +47,9 @@ class Packer:
             raise ValueError(
                 f"sequence_length ({self.sequence_length}) must be at least 2: each token predicts the next."
             )
+        choices = get_args(Packing)
+        if self.packing not in choices:
+            raise ValueError(f"packing ({self.packing!r}) must be one of {', '.join(map(repr, choices))}.")
 
     def pack(self, documents: Iterable[str], *, fill_last: bool) -> Iterator[PackedSequence]:
         """Yield the sequences of ``documents``.
@@ -66,7 +70,7 @@ class Packer:
         for text in documents:
             ids = self.tokenizer.encode(text)
             if ids:
-                kept = [*ids, self.tokenizer.end_of_document][: self.sequence_length]
+                kept = [*ids[: self.sequence_length - 1], self.tokenizer.end_of_document]
                 yield self._sequence(kept, [0] * len(kept))
 
     def _end_to_end(self, documents: Iterable[str], fill_last: bool) -> Iterator[PackedSequence]:

@@ -12,6 +12,8 @@ class Tokenizer(Protocol):
     """What packing and sampling need."""
 
     vocab_size: int
+    """One more than the largest id."""
+
     end_of_document: int
     """Id of the token that closes a document."""
 
@@ -65,11 +67,12 @@ class FileTokenizer:
     def __init__(self, file: TokenizerFile) -> None:
         self.file = file
         self._vocabulary = _read(file.path)
-        size: int = self._vocabulary.get_vocab_size()
+        # ids may have gaps: what is counted is not the tokens
+        size = max(self._vocabulary.get_vocab().values(), default=-1) + 1
         if not 0 <= file.num_unused_tokens < size:
             raise ValueError(
-                f"num_unused_tokens ({file.num_unused_tokens}) must be at least 0 and below the {size} tokens of"
-                f" {file.path}."
+                f"num_unused_tokens ({file.num_unused_tokens}) must be at least 0 and below {size}, one more than"
+                f" the largest id of {file.path}."
             )
         self.vocab_size = size - file.num_unused_tokens
         self.end_of_document = self._find_end()
@@ -128,13 +131,23 @@ def _read(path: str) -> Any:
             f"tokenizer ({path}) needs the tokenizers library: install this package with its extra 'tokenizers'."
         ) from None
     try:
-        return Vocabulary.from_file(path)
+        vocabulary = Vocabulary.from_file(path)
     except Exception as error:
         raise ValueError(f"tokenizer file {path} is no tokenizer.json: {error}") from None
+    # a file keeps what was last set: documents would be cut, and trained on with their padding
+    vocabulary.no_truncation()
+    vocabulary.no_padding()
+    return vocabulary
 
 
 def load_tokenizer(given: str | TokenizerFile) -> Tokenizer:
-    """Return ``bytes``' tokenizer, or that of a ``tokenizer.json`` file."""
+    """Return ``bytes``' tokenizer, or that of a ``tokenizer.json`` file.
+
+    Raises:
+        ValueError: If what is given is neither a text nor a file's description.
+    """
     if given == "bytes":
         return ByteTokenizer()
+    if not isinstance(given, str | TokenizerFile):
+        raise ValueError(f"tokenizer ({given}) must be 'bytes', the path of a tokenizer.json, or a TokenizerFile.")
     return FileTokenizer(TokenizerFile(path=given) if isinstance(given, str) else given)

@@ -50,10 +50,10 @@ def test_documents_are_kept_apart_and_their_first_token_is_not_predicted():
     assert columns["input_ids"] == _columns(["a", "bcdef", "g", "h"], 5, "across_documents")["input_ids"]
 
 
-def test_each_document_is_a_sequence_cut_or_filled():
+def test_each_document_is_a_sequence_cut_or_filled_and_ends_with_its_end_token():
     assert _columns(["a", "", "bcd", "efghij"], 4, "one_document") == {
-        "input_ids": [[97, END, END, END], [98, 99, 100, END], [101, 102, 103, 104]],
-        "labels": [[97, END, NONE, NONE], [98, 99, 100, END], [101, 102, 103, 104]],
+        "input_ids": [[97, END, END, END], [98, 99, 100, END], [101, 102, 103, END]],
+        "labels": [[97, END, NONE, NONE], [98, 99, 100, END], [101, 102, 103, END]],
     }
 
 
@@ -75,6 +75,17 @@ def test_padding_to_a_multiple_adds_what_predicts_nothing(packing):
 def test_packing_refuses_what_cannot_be_learnt_from(documents, length, message, packing):
     with pytest.raises(ValueError, match=message):
         PackedDataset(documents, Packer(ByteTokenizer(), length, packing))
+
+
+def test_an_unknown_packing_is_refused():
+    with pytest.raises(ValueError, match=r"packing \('documents'\) must be one of 'across_documents', 'separate_docu"):
+        TextDataModule(packing="documents")
+
+
+@pytest.mark.parametrize("tokenizer", [{"path": "t.json"}, None])
+def test_a_tokenizer_of_another_type_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=rf"tokenizer \({tokenizer}\) must be 'bytes', .* or a TokenizerFile"):
+        TextDataModule(tokenizer=tokenizer)
 
 
 def test_bytes_go_there_and_back():
@@ -163,6 +174,28 @@ def test_a_vocabulary_that_cannot_be_used_is_named(vocabulary, tmp_path):
         load_tokenizer(str(vocabulary))
 
 
+def test_truncation_and_padding_of_a_vocabulary_file_are_off(vocabulary):
+    """Documents are cut and filled by the packer alone."""
+    stored = tokenizers.Tokenizer.from_file(str(vocabulary))
+    stored.enable_truncation(2)
+    stored.enable_padding(length=6, pad_id=3, pad_token="</s>")
+    stored.save(str(vocabulary))
+    tokenizer = load_tokenizer(str(vocabulary))
+    assert tokenizer.encode("a") == [1]
+    assert tokenizer.encode("a b a b a b a") == [1, 2, 1, 2, 1, 2, 1]
+
+
+def test_a_vocabulary_with_gaps_needs_its_largest_id(tmp_path):
+    words = {"<unk>": 0, "a": 1, "b": 7, "</s>": 10, "<extra_0>": 12}
+    vocabulary = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    path = str(tmp_path / "tokenizer.json")
+    vocabulary.save(path)
+    assert load_tokenizer(path).vocab_size == 13
+    assert load_tokenizer(TokenizerFile(path=path, num_unused_tokens=2)).vocab_size == 11
+    with pytest.raises(ValueError, match=r"must not count the end token </s> \(id 10\) of .*; set it to 2 at most"):
+        load_tokenizer(TokenizerFile(path=path, num_unused_tokens=3))
+
+
 def test_ids_at_the_end_that_text_never_gives_are_left_out(tmp_path):
     """As in T5's vocabulary: the model has no token for its last 100."""
     words = {"<unk>": 0, "a": 1, "</s>": 2, "<extra_1>": 3, "<extra_0>": 4}
@@ -186,7 +219,7 @@ def test_ids_at_the_end_that_text_never_gives_are_left_out(tmp_path):
         left_out(3)
     for number in (-1, 5):
         with pytest.raises(
-            ValueError, match=rf"num_unused_tokens \({number}\) must be at least 0 and below the 5 tokens"
+            ValueError, match=rf"num_unused_tokens \({number}\) must be at least 0 and below 5, one more"
         ):
             left_out(number)
 
