@@ -40,8 +40,10 @@ class TokenThroughput(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock of an earlier run."""
+        """Forget an earlier run."""
         self._started = None
+        self._steps_seen = 0
+        self._recent = []
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

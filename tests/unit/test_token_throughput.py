@@ -61,7 +61,7 @@ class _Rates(pl.Callback):
         pl_module.clock.now += SAVING
 
 
-def _rates(monkeypatch, tmp_path, **options):
+def _rates(monkeypatch, tmp_path, num_runs=1, **options):
     warnings.filterwarnings("ignore")
     clock = _Clock()
     monkeypatch.setattr(token_throughput, "time", clock)
@@ -76,7 +76,9 @@ def _rates(monkeypatch, tmp_path, **options):
         enable_model_summary=False,
         **options,
     )
-    trainer.fit(module, DataLoader(_Slow(clock)), DataLoader(_Slow(clock), batch_size=8))
+    for run in range(num_runs):
+        trainer.fit_loop.max_epochs = run + 1
+        trainer.fit(module, DataLoader(_Slow(clock)), DataLoader(_Slow(clock), batch_size=8))
     return module.rates
 
 
@@ -91,3 +93,9 @@ def test_validation_and_checkpoints_do_not_count(monkeypatch, tmp_path):
     whole, alone = TOKENS / (FETCHING + STEPPING), TOKENS / STEPPING
     # validated after the second, fourth and sixth step, saved after the third and sixth
     assert rates == [None, *map(pytest.approx, [whole, alone, alone, alone, whole, alone, whole])]
+
+
+def test_each_run_warms_up(monkeypatch, tmp_path):
+    """What an earlier run took does not count in the next one."""
+    rates = _rates(monkeypatch, tmp_path, num_runs=2, enable_checkpointing=False, limit_val_batches=0)
+    assert rates == ([None] + [pytest.approx(TOKENS / (FETCHING + STEPPING))] * 7) * 2
