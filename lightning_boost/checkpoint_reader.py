@@ -54,7 +54,9 @@ class PlainReader(FileSystemReader):
         """Return the description."""
         try:
             description = (Path(self.path) / ".metadata").read_bytes()
-            metadata: Metadata = _DescriptionUnpickler(io.BytesIO(description)).load()
+            metadata = _DescriptionUnpickler(io.BytesIO(description)).load()
+            if not isinstance(metadata, Metadata):
+                raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
         except Exception as error:
             # a damaged pickle fails in any way there is
             raise ValueError(f"the description of checkpoint {self.path} cannot be read: {error}") from None

@@ -128,7 +128,7 @@ def test_saving_before_the_first_step_changes_nothing(tmp_path):
     assert run_processes(_losses, 2, tmp_path / "a.ckpt") == run_processes(_losses, 2, None)
 
 
-@pytest.mark.parametrize("damaged", [b"", b"\x80\x04junk", b"c\xff\xfe\n"])
+@pytest.mark.parametrize("damaged", [b"", b"\x80\x04junk", b"c\xff\xfe\n", pickle.dumps(3)])
 def test_a_damaged_description_is_told(tmp_path, damaged):
     run_processes(_save, 1, tmp_path / "a.ckpt")
     (tmp_path / "a.ckpt" / ".metadata").write_bytes(damaged)
