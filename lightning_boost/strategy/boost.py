@@ -133,9 +133,10 @@ class BoostParallelStrategy(ResumableStrategy):
         """
         precision = self.precision_plugin.precision
         if precision not in PRECISIONS:
+            fp16 = ": the range of fp16 does not hold the sums of squares that online RMSNorm carries"
             raise ValueError(
-                f"precision ({precision!r}) must be one of {', '.join(PRECISIONS)} with strategy 'boost': the range of"
-                " fp16 does not hold the sums of squares that online RMSNorm carries. Take 'bf16-true' or 'bf16-mixed'."
+                f"precision ({precision!r}) must be one of {', '.join(PRECISIONS)} with strategy"
+                f" 'boost'{fp16 if precision.startswith('16') else ''}."
             )
         self.requested.check_world(self._num_all_processes, self.num_nodes)
         module = self._module

@@ -219,6 +219,21 @@ def test_an_average_of_parameters_without_values_is_refused():
     assert "it copies the module before that is spread over processes or given its first values" in error
 
 
+def _saved_elsewhere():
+    trainer = trainer_for(max_steps=1)
+    trainer.fit(UsersModule(), loader())
+    try:
+        trainer.save_checkpoint("memory://a.ckpt")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_on_another_file_system_is_refused_on_one_process_too():
+    error = run_processes(_saved_elsewhere, 1)[0]
+    assert error.startswith("checkpoint path (memory://a.ckpt) must be a path of this machine's file system")
+
+
 # ---- the page
 
 

@@ -86,7 +86,11 @@ def _trainer(**options):
         ),
         ({"tensor_parallel_size": 3}, {"devices": 3}, r"num_attention_heads \(8\) .*legal sizes: 1, 2, 4, 8"),
         ({"data_axis": "hybrid"}, {"devices": 2}, r"data_axis \('hybrid'\) must be 'shard' or 'replicate' on one node"),
-        ({}, {"devices": 2, "precision": "16-true"}, r"precision \('16-true'\) must be one of 32-true"),
+        (
+            {},
+            {"devices": 2, "precision": "16-true"},
+            r"precision \('16-true'\) must be one of 32-true.*: the range of fp16",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_process_starts(monkeypatch, strategy, options, message):
@@ -99,6 +103,13 @@ def test_what_cannot_work_is_refused_before_a_process_starts(monkeypatch, strate
     monkeypatch.setattr(BoostParallelStrategy, "_setup_distributed", started)
     with pytest.raises(ValueError, match=message):
         _trainer(strategy=BoostParallelStrategy(**strategy), **options).fit(_module(), [])
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_another_precision_is_refused_with_those_there_are(devices):
+    message = r"^precision \('64-true'\) must be one of 32-true, bf16-true, bf16-mixed with strategy 'boost'\.$"
+    with pytest.raises(ValueError, match=message):
+        _trainer(strategy="boost", devices=devices, precision="64-true").fit(_module(), [])
 
 
 def test_nothing_to_swap_is_refused_before_a_process_starts(monkeypatch):
