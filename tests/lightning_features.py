@@ -2,6 +2,8 @@
 
 import csv
 import re
+import time
+from datetime import timedelta
 
 import lightning.pytorch as pl
 import torch
@@ -36,7 +38,6 @@ option("`gradient_clip_val` by value", gradient_clip_val=1e-3, gradient_clip_alg
 option("`limit_train_batches`, `limit_val_batches`", limit_train_batches=0.5, limit_val_batches=1)
 option("`overfit_batches`", overfit_batches=1, max_epochs=3)
 option("`max_steps`", max_steps=3)
-option("`max_time`", max_time="00:01:00:00")
 option("`fast_dev_run`", fast_dev_run=2)
 option("`check_val_every_n_epoch`", check_val_every_n_epoch=2, max_epochs=3)
 option("`val_check_interval`", val_check_interval=2)
@@ -47,6 +48,31 @@ option("`detect_anomaly`", detect_anomaly=True, on_replicas=True)
 option("profiler `simple`", profiler="simple")
 option("profiler `advanced`", profiler="advanced")
 option("`ModelSummary`, `RichModelSummary`", callbacks=[lightning_callbacks.RichModelSummary(max_depth=2)])
+
+
+class _Slow(Module):
+    """Learns nothing, so that it matters to no weight when it stops; its last process is late after each step."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(0.2)
+
+
+def stops_in_time(run, **options):
+    """Train without another end than a second; processes reach it at different steps, and stop together."""
+    trainer = run.fit(_Slow, max_epochs=-1, limit_val_batches=0, **options)
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, trainer.global_step)
+    return {"stops": len(set(everyones)), "has stepped": trainer.global_step > 0}
+
+
+@feature("`max_time`", on_replicas=True)
+def max_time(run):
+    return stops_in_time(run, max_time="00:00:00:01")
 
 
 @feature("`deterministic`")
@@ -169,11 +195,15 @@ def plateau(run):
     return {"rate": trainer.optimizers[0].param_groups[0]["lr"]}
 
 
-@feature("`Timer`, `LambdaCallback`")
+@feature("`Timer`", on_replicas=True)
 def timer(run):
+    return stops_in_time(run, callbacks=[lightning_callbacks.Timer(timedelta(seconds=1))])
+
+
+@feature("`LambdaCallback`")
+def own_callback(run):
     seen = []
-    own = lightning_callbacks.LambdaCallback(on_train_batch_end=lambda *_: seen.append(0))
-    run.fit(callbacks=[lightning_callbacks.Timer("00:01:00:00"), own])
+    run.fit(callbacks=[lightning_callbacks.LambdaCallback(on_train_batch_end=lambda *_: seen.append(0))])
     return {"batches": len(seen)}
 
 
