@@ -1,4 +1,4 @@
-"""Causal self-attention with low-rank projections."""
+"""Causal self-attention, its projections low-rank or dense."""
 
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention

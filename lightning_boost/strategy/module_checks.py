@@ -10,7 +10,9 @@ from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
 
 from lightning_boost.layout import Decoder
 
-_ON_WHOLE_PARAMETERS = (LBFGS, Adafactor, Rprop)
+_WHOLE = "computes with whole parameters where each process has a share"
+_REFUSED = {LBFGS: _WHOLE, Adafactor: _WHOLE, Rprop: "takes operations that torch does not have for DTensors"}
+"""Optimizers that fail on shares of parameters, and why."""
 
 
 def _is_shared_out(parameter: Tensor) -> bool:
@@ -18,18 +20,19 @@ def _is_shared_out(parameter: Tensor) -> bool:
 
 
 def check_optimizers(module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
-    """Check that optimizers hold the module's parameters as they are now, and need no more than a share of each.
+    """Check that optimizers hold the module's parameters as they are now, and work on a share of each.
 
     Raises:
-        ValueError: If one holds parameters from before the swap, or works on whole ones where each process has a share.
+        ValueError: If one holds parameters from before the swap, or fails where each process has a share.
     """
-    for optimizer in optimizers:
-        if isinstance(optimizer, _ON_WHOLE_PARAMETERS) and any(map(_is_shared_out, module.parameters())):
-            raise ValueError(
-                f"configure_optimizers returned {type(optimizer).__name__}, which computes with whole parameters where"
-                " each process has a share. Return one that treats every number by itself, AdamW for instance, or set"
-                " tensor_parallel_size to 1 and data_axis to 'replicate'."
-            )
+    if any(map(_is_shared_out, module.parameters())):
+        for optimizer in optimizers:
+            reason = next((reason for kind, reason in _REFUSED.items() if isinstance(optimizer, kind)), None)
+            if reason is not None:
+                raise ValueError(
+                    f"configure_optimizers returned {type(optimizer).__name__}, which {reason}. Return another one,"
+                    " AdamW for instance, or set tensor_parallel_size to 1 and data_axis to 'replicate'."
+                )
     names = {id(parameter) for parameter in module.parameters()}
     held = [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
     stale = sum(id(parameter) not in names for parameter in held)

@@ -15,10 +15,15 @@ from lightning.pytorch.callbacks import (
 from lightning_boost.mesh import ParallelSizes
 from lightning_boost.strategy.lightning_internals import detects_anomalies
 
-_AVERAGES = (WeightAveraging, StochasticWeightAveraging)
-_REFUSED: dict[type[Callback] | tuple[type[Callback], ...], str] = {
-    _AVERAGES: "it copies the module before that is spread over processes or given its first values. Keep an average of"
-    " your own, as docs/lightning_features.md shows.",
+_AVERAGES: dict[type[Callback], str] = dict.fromkeys(
+    (WeightAveraging, StochasticWeightAveraging),
+    "it copies the module before that is spread over processes or given its first values. Keep an average of your own,"
+    " as docs/lightning_features.md shows.",
+)
+"""Refused on one process too where the module is on the meta device."""
+
+_REFUSED: dict[type[Callback], str] = {
+    **_AVERAGES,
     ModelPruning: "it renames parameters and compares their values, of which each process has a share. Prune on one"
     " process, and load the result.",
     BaseFinetuning: "it compares the values of parameters, of which each process has a share. Freeze in"
@@ -35,15 +40,18 @@ def check_callbacks(trainer: Trainer, module: LightningModule, num_processes: in
     Raises:
         ValueError: If one does.
     """
-    if num_processes == 1 and not any(parameter.is_meta for parameter in module.parameters()):
+    if num_processes > 1:
+        refused, where = _REFUSED, f"on {num_processes} processes"
+    elif any(parameter.is_meta for parameter in module.parameters()):
+        refused, where = _AVERAGES, "for a module on the meta device"
+    else:
         return
     callbacks: list[Callback] = getattr(trainer, "callbacks", [])
     for callback in callbacks:
-        for refused, reason in _REFUSED.items():
-            if isinstance(callback, refused) and (num_processes > 1 or refused is _AVERAGES):
+        for kind, reason in refused.items():
+            if isinstance(callback, kind):
                 raise ValueError(
-                    f"callback {type(callback).__name__} does not work with strategy 'boost' on {num_processes}"
-                    f" process(es): {reason}"
+                    f"callback {type(callback).__name__} does not work with strategy 'boost' {where}: {reason}"
                 )
         if isinstance(callback, ModelCheckpoint) and callback.save_on_exception and num_processes > 1:
             raise ValueError(
