@@ -89,6 +89,8 @@ class BoostCLI(LightningCLI):
         strategy, checkpoint = self.trainer.strategy, self.config[self.subcommand].get("ckpt_path")
         try:
             self.model.check_vocabulary(self.datamodule)
+            if self.subcommand == "fit":
+                self.datamodule.check_ends(self.trainer)
             if isinstance(strategy, BoostParallelStrategy):
                 strategy.connect(self.model)
                 strategy.check_before_start(self.trainer)

@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_boost.data.packing import PackedDataset, Packer, Packing
 from lightning_boost.data.sources import builtin_documents, check_files, hold_out, read_documents
-from lightning_boost.data.streams import DealtStream, PackedStream, StreamSource
+from lightning_boost.data.streams import DealtStream, PackedStream, StreamSource, check_streams
 from lightning_boost.data.tokenizers import TokenizerFile, load_tokenizer
 
 _HELD_OUT_SHARE = 0.1
@@ -42,7 +42,7 @@ class TextDataModule(LightningDataModule):
 
     Raises:
         ValueError: If a number is out of range, both files and streams are given, or the tokenizer cannot be used.
-        FileNotFoundError: If a file does not exist.
+        FileNotFoundError: If a file does not exist, of a stream one of this machine's.
     """
 
     def __init__(
@@ -84,6 +84,19 @@ class TextDataModule(LightningDataModule):
                 "validation_files must have names, {name: [file]}, beside validation_streams: they give val_loss."
             )
         check_files(chain(self.train_files, *self.validation_files.values()))
+        check_streams(chain(self.train_streams, self.validation_streams))
+
+    def check_ends(self, trainer: Trainer) -> None:
+        """Check that a run of ``trainer`` ends.
+
+        Raises:
+            ValueError: If nothing would end it: streams have no end.
+        """
+        if self.train_streams and trainer.max_steps == -1 and trainer.limit_train_batches == 1.0:
+            raise ValueError(
+                f"trainer.max_steps ({trainer.max_steps}) must be given with train_streams: they begin anew when they"
+                " end."
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -117,8 +130,8 @@ class TextDataModule(LightningDataModule):
         """
         if self.train_set is not None:
             return self._loader(self.train_set, shuffle=True)
-        if self.trainer and self.trainer.max_steps == -1 and self.trainer.limit_train_batches == 1.0:
-            raise ValueError("trainer.max_steps must be given with train_streams: they begin anew when they end.")
+        if self.trainer:
+            self.check_ends(self.trainer)
         replicas, replica = self._replica
         # as Lightning's sampler does; of seeds of their own, replicas would draw the same documents
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))

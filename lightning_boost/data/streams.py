@@ -3,12 +3,17 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from lightning_boost.data.packing import PackedSequence, Packer
+
+_FILE_FORMATS = ("csv", "json", "parquet", "text")
+_FOUND_BY_THE_LIBRARY = ("://", "*", "?", "[")
+"""What stands in an address or a pattern."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,23 @@ class StreamSource:
             )
 
 
+def check_streams(sources: Iterable[StreamSource]) -> None:
+    """Check that local files are there, before anything else is done; addresses and patterns are left to the library.
+
+    Raises:
+        ValueError: If no files are named where only files can be read.
+        FileNotFoundError: If one does not exist.
+    """
+    for source in sources:
+        if source.dataset not in _FILE_FORMATS:
+            continue
+        if not source.data_files:
+            raise ValueError(f"data_files ({source.data_files}) of dataset {source.dataset} must name its files.")
+        for path in source.data_files:
+            if not any(sign in path for sign in _FOUND_BY_THE_LIBRARY) and not Path(path).expanduser().is_file():
+                raise FileNotFoundError(f"data_files ({path}) of dataset {source.dataset} does not exist.")
+
+
 class PackedStream(IterableDataset[PackedSequence]):
     """A mixture to train on, without end: shuffled in windows and packed; each replica sees its own documents.
 
@@ -59,7 +81,7 @@ class PackedStream(IterableDataset[PackedSequence]):
         replica: Which of them this is.
 
     Raises:
-        ValueError: If the sources hold too little for one sequence.
+        ValueError: If the sources hold too little for one sequence, or one cannot be read.
     """
 
     def __init__(
@@ -92,7 +114,7 @@ class PackedStream(IterableDataset[PackedSequence]):
         mixed = _mixed(self.sources, self.seed + epoch)
         part = split_dataset_by_node(mixed, rank=self.replica, world_size=self.num_replicas)
         # a rest that fills no sequence is left out: there is more to read
-        yield from self.packer.pack(_texts(part), fill_last=False)
+        yield from self.packer.pack(_texts(part, self.sources), fill_last=False)
 
 
 class DealtStream(IterableDataset[PackedSequence]):
@@ -107,6 +129,9 @@ class DealtStream(IterableDataset[PackedSequence]):
         packer: Makes sequences of documents.
         num_replicas: Replicas.
         replica: Which of them this is.
+
+    Raises:
+        ValueError: If a source cannot be read.
     """
 
     def __init__(
@@ -120,7 +145,7 @@ class DealtStream(IterableDataset[PackedSequence]):
     @override
     def __iter__(self) -> Iterator[PackedSequence]:
         """Yield this replica's sequences."""
-        documents = chain.from_iterable(_texts(_load(source)) for source in self.sources)
+        documents = chain.from_iterable(_texts(_load(source), [source]) for source in self.sources)
         sequences = self.packer.pack(documents, fill_last=True)
         while dealt := list(islice(sequences, self.num_replicas)):
             yield dealt[self.replica] if self.replica < len(dealt) else self.packer.empty()
@@ -130,9 +155,24 @@ def _load(source: StreamSource) -> Any:
     """Return a source with one column, ``text``."""
     from datasets import load_dataset
 
-    stream = load_dataset(
-        source.dataset, source.name, split=source.split, data_files=source.data_files, streaming=True
-    ).select_columns([source.text_field])
+    given = {"name": source.name, "split": source.split, "data_files": source.data_files}
+    try:
+        stream = load_dataset(source.dataset, **given, streaming=True)
+        # the library may not know the columns before it has read a document
+        columns = list(stream.column_names or next(iter(stream), [source.text_field]))
+    except Exception as error:
+        # also a plain StopIteration, where a pattern fits no file
+        name, split, files = (f"{option} ({value})" for option, value in given.items())
+        raise ValueError(
+            f"dataset ({source.dataset}) cannot be read with {name}, {split} and {files}:"
+            f" {str(error) or type(error).__name__}"
+        ) from None
+    if source.text_field not in columns:
+        raise ValueError(
+            f"text_field ({source.text_field!r}) of dataset {source.dataset} must be one of its columns:"
+            f" {', '.join(columns)}."
+        )
+    stream = stream.select_columns([source.text_field])
     return stream if source.text_field == "text" else stream.rename_column(source.text_field, "text")
 
 
@@ -150,5 +190,13 @@ def _mixed(sources: Sequence[StreamSource], seed: int) -> Any:
     return interleave_datasets(streams, probabilities=[source.weight / total for source in sources], seed=seed)
 
 
-def _texts(stream: Iterable[Any]) -> Iterator[str]:
-    return (document["text"] for document in stream)
+def _texts(stream: Iterable[Any], sources: Sequence[StreamSource]) -> Iterator[str]:
+    """Yield the texts of a stream of documents that come from ``sources``."""
+    for document in stream:
+        text = document["text"]
+        if not isinstance(text, str):
+            fields = " or ".join(
+                f"text_field ({source.text_field!r}) of dataset {source.dataset}" for source in sources
+            )
+            raise ValueError(f"{fields} must name a column of texts, and one holds {text!r:.60}.")
+        yield text

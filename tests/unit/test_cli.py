@@ -31,6 +31,18 @@ def _error(capsys, *arguments):
         (("--model.config.vocab_size", "200"), "error: model.config.vocab_size (200) must be at least the tokenizer's"),
         (("--ckpt_path", "nowhere.ckpt"), "error: ckpt_path (nowhere.ckpt) does not exist."),
         (("--data.train_files", "missing.txt"), "error: text file missing.txt does not exist."),
+        (
+            ("--data.train_streams", '[{"dataset": "json", "data_files": ["missing.jsonl"]}]'),
+            "error: data_files (missing.jsonl) of dataset json does not exist.",
+        ),
+        (
+            ("--data.validation_streams", '[{"dataset": "text"}]'),
+            "error: data_files (None) of dataset text must name its files.",
+        ),
+        (
+            ("--data.train_streams", '[{"dataset": "c4"}]', "--trainer.max_steps", "-1"),
+            "error: trainer.max_steps (-1) must be given with train_streams",
+        ),
         (("--trainer.precision", "16-true"), "error: precision ('16-true') must be one of"),
     ],
 )

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import islice
 
+import datasets
 import pytest
 import tokenizers
 import torch
@@ -321,6 +322,52 @@ def test_a_replica_without_text_is_told(tmp_path, vocabulary):
 def test_a_source_without_weight_or_window_is_refused(option):
     with pytest.raises(ValueError, match=rf"{option} \(0\) of dataset c4 must be "):
         StreamSource(dataset="c4", **{option: 0})
+
+
+@pytest.mark.parametrize(
+    "files", ["hf://datasets/c4/*.gz", "https://example.org/a.jsonl", "books/*.jsonl", "[ab].jsonl"]
+)
+def test_files_that_only_the_library_can_find_are_left_to_it(files):
+    TextDataModule(validation_streams=[StreamSource(dataset="json", data_files=[files])])
+    # those of a name are its own
+    TextDataModule(train_streams=[StreamSource(dataset="allenai/c4", data_files=["en/c4-train.00000.json.gz"])])
+
+
+def _pass(**given):
+    return list(PackedStream([StreamSource(**given)], Packer(ByteTokenizer(), 2), seed=0).one_pass(0))
+
+
+def test_a_text_field_that_is_not_there_or_holds_no_text_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"content": "a", "id": 1}\n')
+    files = {"dataset": "json", "data_files": [str(path)]}
+    with pytest.raises(
+        ValueError, match=r"^text_field \('text'\) of dataset json must be one of its columns: content, id"
+    ):
+        _pass(**files)
+    with pytest.raises(ValueError, match=r"^text_field \('id'\) of dataset json must name .*, and one holds 1\.$"):
+        _pass(**files, text_field="id")
+
+
+@pytest.mark.parametrize("columns", [None, ["text"]])
+def test_columns_are_those_of_the_first_document_where_the_library_does_not_tell(letters, monkeypatch, columns):
+    monkeypatch.setattr(datasets.IterableDataset, "column_names", columns)
+    assert len(_letters_of(PackedStream([letters], Packer(ByteTokenizer(), 2), seed=0).one_pass(0))) == 26
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"split": "nowhere"},
+            r"name \(None\), split \(nowhere\) and data_files \(\['.*letters.jsonl'\]\): .*Bad split",
+        ),
+        ({"data_files": ["nowhere/*.jsonl"]}, r"data_files \(\['nowhere/\*.jsonl'\]\): \w+"),
+    ],
+)
+def test_a_source_that_cannot_be_loaded_is_named_with_its_options(letters, given, message):
+    with pytest.raises(ValueError, match=rf"^dataset \(json\) cannot be read with .*{message}"):
+        _pass(**{"dataset": "json", "data_files": letters.data_files, **given})
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
