@@ -111,18 +111,22 @@ def _measure(sizes: dict[str, object], repetitions: int, warmup: int) -> dict[st
     }
 
 
-def _make_model(sizes: BlockSizes, kind: LowRankKind) -> LlamaForCausalLM:
-    """Return a model of one block, without values."""
-    config = LlamaConfig(
-        vocab_size=64,
+def block_config(sizes: BlockSizes, kind: LowRankKind, *, num_layers: int = 1, vocab_size: int = 64) -> LlamaConfig:
+    """Return the configuration of a model of such blocks."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
         hidden_size=sizes.hidden_size,
         intermediate_size=sizes.intermediate_size,
-        num_hidden_layers=1,
+        num_hidden_layers=num_layers,
         num_attention_heads=sizes.num_attention_heads,
         low_rank=LowRankConfig(kind=kind, bottleneck_size=sizes.bottleneck_size),
     )
+
+
+def _make_model(sizes: BlockSizes, kind: LowRankKind) -> LlamaForCausalLM:
+    """Return a model of one block, without values."""
     with torch.device("meta"):
-        return LlamaForCausalLM(config).to(DTYPES[sizes.dtype])
+        return LlamaForCausalLM(block_config(sizes, kind)).to(DTYPES[sizes.dtype])
 
 
 def _make_step(sizes: BlockSizes, kind: LowRankKind) -> Callable[[], object]:

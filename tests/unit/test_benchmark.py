@@ -32,6 +32,16 @@ def test_the_block_is_measured_under_every_scheme(capfd):
     assert found["sizes"]["processes"] == 2
 
 
+def test_the_strategy_is_measured_beside_a_loop(capfd):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["benchmark", "strategy", "--repetitions=3", *TINY, "--json"])
+    assert exit_info.value.code == 0
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    quartiles = found["trainer_over_loop"]
+    assert 0 < quartiles["p25"] <= quartiles["median"] <= quartiles["p75"]
+    assert found["milliseconds"].keys() == {"trainer", "loop"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -1,0 +1,180 @@
+"""``benchmark strategy``: a Trainer's step beside a bare loop's, both around the same parallel model."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_boost.benchmark.block import DTYPES, BlockSizes, block_config
+from lightning_boost.benchmark.processes import run_pinned
+from lightning_boost.benchmark.timing import Quartiles, Timings, ratios
+from lightning_boost.gradients import clip_gradients_by_norm
+from lightning_boost.layout import find_decoder
+from lightning_boost.mesh import ParallelSizes, build_mesh
+from lightning_boost.model.llama import LlamaForCausalLM
+from lightning_boost.parallelize import parallelize
+from lightning_boost.strategy.boost import BoostParallelStrategy
+from lightning_boost.tensor_parallel.check import check_tensor_size
+
+NUM_LAYERS = 4
+VOCAB_SIZE = 2048
+CLIP_NORM = 1.0
+LEARNING_RATE = 1e-4
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StrategyResult:
+    """Times of every step."""
+
+    trainer: Timings
+    loop: Timings
+
+    def trainer_over_loop(self) -> Quartiles:
+        """Return the ratios of wall times: 1 if the Trainer costs nothing."""
+        return ratios(self.trainer.wall, self.loop.wall)
+
+
+def measure_strategy(sizes: BlockSizes, *, num_processes: int, repetitions: int, warmup: int = 3) -> StrategyResult:
+    """Time a Trainer's steps, and between them those of a loop around a second model of the same kind.
+
+    Args:
+        sizes: Of the model's layers and of a batch.
+        num_processes: Tensor size; a core for each.
+        repetitions: Steps of each.
+        warmup: Steps before, not measured.
+
+    Raises:
+        ValueError: If there are fewer cores than processes, fewer than two repetitions, or sizes that the processes
+            cannot share.
+    """
+    if repetitions < 2:
+        raise ValueError(f"repetitions ({repetitions}) must be at least 2: quartiles are taken.")
+    check_tensor_size(find_decoder(_make_model(sizes)), num_processes)
+    found = run_pinned(_measure, num_processes, vars(sizes), repetitions, warmup)
+    return StrategyResult(*(Timings(*pair) for pair in found))
+
+
+def _make_model(sizes: BlockSizes) -> LlamaForCausalLM:
+    with torch.device("meta"):
+        return LlamaForCausalLM(block_config(sizes, "cola", num_layers=NUM_LAYERS, vocab_size=VOCAB_SIZE))
+
+
+class _Module(LightningModule):
+    """The least that a user writes."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch)
+        return loss
+
+    @override
+    def configure_optimizers(self) -> Optimizer:
+        return _optimizer(self.model)
+
+
+class _LoopBetween(Callback):
+    """Runs a step of the bare loop after each of the Trainer's; what lies between two of them is the Trainer's."""
+
+    def __init__(self, step: Callable[[Batch], None]) -> None:
+        self.step = step
+        self.trainer_seconds: list[list[float]] = []
+        self.loop_seconds: list[list[float]] = []
+        self.since: list[float] = []
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        if self.since:
+            self.trainer_seconds.append(_elapsed(self.since))
+        dist.barrier()
+        begin = _now()
+        self.step(batch)
+        self.loop_seconds.append(_elapsed(begin))
+        dist.barrier()
+        self.since = _now()
+
+
+def _now() -> list[float]:
+    return [time.perf_counter(), time.process_time()]
+
+
+def _elapsed(since: list[float]) -> list[float]:
+    return [now - then for now, then in zip(_now(), since, strict=True)]
+
+
+def _optimizer(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
+
+
+def _measure(sizes: dict[str, Any], repetitions: int, warmup: int) -> list[tuple[list[float], list[float]]]:
+    given, size = BlockSizes(**sizes), dist.get_world_size()
+    # as torchrun sets it: Lightning then starts no processes of its own
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "RANK": str(dist.get_rank()), "WORLD_SIZE": str(size)}
+    os.environ |= {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": "benchmark"}
+    between = _LoopBetween(_loop_step(given))
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=size,
+        strategy=BoostParallelStrategy(size),
+        precision="bf16-true" if given.dtype == "bfloat16" else "32-true",
+        max_epochs=1,
+        gradient_clip_val=CLIP_NORM,
+        use_distributed_sampler=False,
+        callbacks=[between],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    # of the first step the Trainer's part is not known
+    trainer.fit(_Module(_make_model(given)), _batches(given, warmup + repetitions + 1))
+    return [_timings(seconds[-repetitions:]) for seconds in (between.trainer_seconds, between.loop_seconds)]
+
+
+def _loop_step(sizes: BlockSizes) -> Callable[[Batch], None]:
+    """Return a step of a loop as one writes it by hand."""
+    model = _make_model(sizes).to(DTYPES[sizes.dtype])
+    mesh = build_mesh(ParallelSizes(tensor_parallel_size=dist.get_world_size()), "cpu")
+    parallelize(find_decoder(model), mesh, device=torch.device("cpu"), seed=0)
+    optimizer = _optimizer(model)
+
+    def step(batch: Batch) -> None:
+        optimizer.zero_grad()
+        loss: Tensor = model(**batch)
+        loss.backward()
+        clip_gradients_by_norm(model.parameters(), CLIP_NORM)
+        optimizer.step()
+
+    return step
+
+
+def _batches(sizes: BlockSizes, count: int) -> DataLoader[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (count * sizes.num_sequences, sizes.sequence_length)
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(VOCAB_SIZE, shape, generator=generator)]
+    return DataLoader(rows, batch_size=sizes.num_sequences)  # type: ignore[arg-type]
+
+
+def _timings(seconds: list[list[float]]) -> tuple[list[float], list[float]]:
+    """Return each step's wall time of the slowest process, and its mean CPU time."""
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    total = slowest.clone()
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(total)
+    return slowest[:, 0].tolist(), (total[:, 1] / dist.get_world_size()).tolist()
