@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_boost.layout import find_decoder
 from lightning_boost.mesh import DATA_AXIS, ParallelSizes, build_mesh
 from lightning_boost.parallelize import parallelize
+from lightning_boost.pipeline_parallel import commit, schedule
 from lightning_boost.pipeline_parallel.options import PipelineOptions
 from tests.models import CPU, SEED, masked_batch, meta_model, one_process_model, small_config, whole
 from tests.processes import run_processes
@@ -227,3 +228,54 @@ def test_gradients_are_reduced_once_for_all_microbatches(data_axis, operation):
         # of one value: token counts and losses
         reductions = [number for (name, values), number in counts.items() if operation in name and values > 1]
         assert sum(reductions) == 3
+
+
+def alike_microbatches():
+    """Weigh micro-batches alike, however many valid tokens they have."""
+    weights = schedule.Pipeline._weights
+    schedule.Pipeline._weights = lambda self, *given, **options: [
+        torch.full_like(weight, 1 / len(given[0])) for weight in weights(self, *given, **options)
+    ]
+
+
+def factor_forgotten():
+    """Add gradients without the factor that reaches the loss."""
+    backward = commit.Commit.backward
+    commit.Commit.backward = staticmethod(lambda ctx, upstream: backward(ctx, torch.ones_like(upstream)))
+
+
+def own_replica_only():
+    """Count the valid tokens of this replica alone."""
+    weights = schedule.Pipeline._weights
+    schedule.Pipeline._weights = lambda self, given, **_: weights(self, given, over_replicas=False)
+
+
+def shifted_labels():
+    """Give a micro-batch the labels of the next one."""
+    call = schedule.Pipeline._call
+
+    def shifted(self, number):
+        parts = self._run.microbatches.arguments
+        labels = [part["labels"] for part in parts]
+        mine = {**parts[number], "labels": labels[(number + 1) % len(labels)]}
+        kept, parts[number] = parts[number], mine
+        try:
+            return call(self, number)
+        finally:
+            parts[number] = kept
+
+    schedule.Pipeline._call = shifted
+
+
+def _errors_with(plant):
+    plant()
+    config = small_config(num_hidden_layers=3)
+    return max(_errors(config, 8, {"pipeline": 2}, {"num_microbatches": 4}).values())
+
+
+@pytest.mark.parametrize(
+    "plant", [alike_microbatches, factor_forgotten, own_replica_only, shifted_labels], ids=lambda plant: plant.__name__
+)
+def test_a_planted_defect_is_seen(plant):
+    """The tests above can fail; known_failures A07, A16."""
+    assert max(run_processes(_errors_with, 4, plant)) > 1e-3
