@@ -69,13 +69,13 @@ def mean_of_means():
 
 
 def no_average():
-    spread = boost.BoostParallelStrategy._spread
+    spread = boost.spread_over_mesh
 
-    def without(self, decoder):
-        spread(self, decoder)
+    def without(module, decoder, *arguments):
+        spread(module, decoder, *arguments)
         data_parallel.set_gradient_sync(decoder.root, False)
 
-    boost.BoostParallelStrategy._spread = without
+    boost.spread_over_mesh = without
 
 
 def same_data_everywhere():
