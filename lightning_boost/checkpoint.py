@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lightning_boost.checkpoint_reader import PlainPlanner, PlainReader
+from lightning_boost.checkpoint_reader import PlainPlanner, PlainReader, without_advice
 from lightning_boost.config import LlamaConfig, LowRankConfig, RopeScaling
 
 _UNFINISHED = ".unfinished"
@@ -177,13 +177,13 @@ def load_checkpoint(
         FileNotFoundError: If there is no checkpoint at ``path``.
         ValueError: If it holds other tensors than the model, or cannot be read.
     """
-    path = _existing(path)
+    path = existing_checkpoint(path)
     state = {"state_dict": model_state(model)}
     state |= {
         f"optimizer_{index}": get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
         for index, optimizer in enumerate(optimizers)
     }
-    trainer_state = _read_trainer_state(path / TRAINER_STATE_FILE)
+    trainer_state = read_trainer_state(path / TRAINER_STATE_FILE)
     try:
         reader = PlainReader(path)
         metadata = reader.read_metadata()
@@ -212,8 +212,12 @@ def _plain_numbers(state: Any) -> Any:
     return tree_map(lambda value: value.item() if isinstance(value, numpy.generic) else value, state)
 
 
-def _existing(path: Path) -> Path:
-    """Return the directory to load: the one asked for, or what a save was about to replace when it was killed."""
+def existing_checkpoint(path: Path) -> Path:
+    """Return the directory to load: the one asked for, or what a save was about to replace when it was killed.
+
+    Raises:
+        FileNotFoundError: If neither is a checkpoint.
+    """
     replaced = _replaced(path)
     for candidate in (path, replaced):
         if (candidate / TRAINER_STATE_FILE).is_file():
@@ -270,7 +274,7 @@ def _write_trainer_state(trainer_state: dict[str, Any], path: Path) -> str | Non
     """Write what is no tensor and read it again; return what is wrong with it."""
     torch.save(trainer_state, path)
     try:
-        _read_trainer_state(path)
+        read_trainer_state(path)
     except ValueError as error:
         return (
             "the checkpoint would not load again: a module's hyper-parameters, a scheduler or a callback holds an"
@@ -279,12 +283,17 @@ def _write_trainer_state(trainer_state: dict[str, Any], path: Path) -> str | Non
     return None
 
 
-def _read_trainer_state(path: Path) -> dict[str, Any]:
+def read_trainer_state(path: Path) -> dict[str, Any]:
+    """Read what is no tensor, from the file that holds it.
+
+    Raises:
+        ValueError: If it cannot be read, or holds anything but plain types and this package's configurations.
+    """
     try:
         with torch.serialization.safe_globals(_OWN_TYPES):
             trainer_state: dict[str, Any] = torch.load(path, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        raise ValueError(f"{path} cannot be read: {without_advice(error)}") from None
     return trainer_state
 
 

@@ -6,6 +6,8 @@ run anything. Here a description may name torch's own classes for it and nothing
 
 import io
 import pickle
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,16 @@ _ALLOWED = {
 }
 
 
+_TORCH_ADVICE = re.compile(
+    r"^Weights only load failed.*?WeightsUnpickler error:\s*(.*?)\s*(?:Check the documentation.*)?$", re.S
+)
+
+
+def without_advice(error: Exception) -> str:
+    """Return what torch says of a pickle that it refuses, without the advice to run what the pickle asks for."""
+    return _TORCH_ADVICE.sub(r"\1", str(error))
+
+
 class _DescriptionUnpickler(pickle.Unpickler):
     @override
     def find_class(self, module: str, name: str) -> Any:
@@ -52,6 +64,17 @@ class PlainReader(FileSystemReader):
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the description."""
+        metadata = self.read_description()
+        for name, fault in self.damaged_files(metadata):
+            raise ValueError(f"checkpoint {self.path} is damaged: its file {name} {fault}. Load another one.")
+        return metadata
+
+    def read_description(self) -> Metadata:
+        """Return the description, whatever became of the files that it names.
+
+        Raises:
+            ValueError: If it is missing, damaged, or names anything that does not belong in it.
+        """
         try:
             description = (Path(self.path) / ".metadata").read_bytes()
             metadata = _DescriptionUnpickler(io.BytesIO(description)).load()
@@ -62,19 +85,20 @@ class PlainReader(FileSystemReader):
             raise ValueError(f"the description of checkpoint {self.path} cannot be read: {error}") from None
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
-        self._check_files(metadata)
         return metadata
 
-    def _check_files(self, metadata: Metadata) -> None:
+    def damaged_files(self, metadata: Metadata) -> Iterator[tuple[str, str]]:
+        """Yield the name of each file that is missing or too short, and which of the two it is."""
         ends: dict[str, int] = {}
         for place in (metadata.storage_data or {}).values():
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-        for name, expected in ends.items():
+        for name, expected in sorted(ends.items()):
             file = Path(self.path) / name
             found = file.stat().st_size if file.is_file() else None
-            if found is None or found < expected:
-                state = "is missing" if found is None else f"has {found:,} bytes and must have {expected:,}"
-                raise ValueError(f"checkpoint {self.path} is damaged: its file {name} {state}. Load another one.")
+            if found is None:
+                yield name, "is missing"
+            elif found < expected:
+                yield name, f"has {found:,} bytes and must have {expected:,}"
 
 
 class PlainPlanner(DefaultLoadPlanner):

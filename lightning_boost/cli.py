@@ -16,12 +16,18 @@ from typing_extensions import override
 from lightning_boost.callbacks.run_summary import RunSummary
 from lightning_boost.callbacks.token_throughput import TokenThroughput
 from lightning_boost.commands.benchmark import benchmark
+from lightning_boost.commands.checkpoint import inspect_checkpoint, verify
 from lightning_boost.commands.parity import parity
 from lightning_boost.data_module import TextDataModule
 from lightning_boost.language_model import LowRankLanguageModel
 from lightning_boost.strategy.boost import BoostParallelStrategy
 
-COMMANDS: dict[str, Callable[..., int]] = {"parity": parity, "benchmark": benchmark}
+COMMANDS: dict[str, Callable[..., int]] = {
+    "parity": parity,
+    "benchmark": benchmark,
+    "checkpoint inspect": inspect_checkpoint,
+    "checkpoint verify": verify,
+}
 """Commands beside Lightning's; each returns the exit code."""
 
 PROGRAM = "python -m lightning_boost"
@@ -114,13 +120,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Lightning 2.6 calls what torch has since renamed; nothing that a user could mend
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
     given = sys.argv[1:] if arguments is None else list(arguments)
-    if given and given[0] in COMMANDS:
-        name, *rest = given
+    name, rest = split_command(given)
+    if name is not None:
         parser = _command_parser(name)
         try:
             sys.exit(COMMANDS[name](**parser.instantiate(parser.parse_args(rest)).as_dict()))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             parser.error(str(error))
+    second_words = [command.partition(" ")[2] for command in COMMANDS if command.split()[:-1] == given[:1]]
+    if given and second_words:
+        _Parser(prog=PROGRAM).error(f"{given[0]} must be followed by one of {', '.join(second_words)}.")
     BoostCLI(
         LowRankLanguageModel,
         TextDataModule,
@@ -129,6 +138,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser_kwargs={"prog": PROGRAM, "description": DESCRIPTION},
         auto_configure_optimizers=False,
     )
+
+
+def split_command(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the command that arguments begin with, if it is none of Lightning's, and the rest of them."""
+    for num_words in (2, 1):
+        name = " ".join(arguments[:num_words])
+        if name in COMMANDS:
+            return name, list(arguments[num_words:])
+    return None, list(arguments)
 
 
 def _command_parser(name: str) -> _Parser:

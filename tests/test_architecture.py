@@ -23,7 +23,7 @@ FLOORS = (
     | {"checkpoint_reader"},
     {"parallelize", "checkpoint", "planning"},
     {"strategy", "callbacks", "language_model", "data_module"},
-    {"parity", "benchmark"},
+    {"parity", "benchmark", "checkpoint_tools"},
     {"commands"},
     {"cli"},
     {"__main__"},

@@ -38,6 +38,11 @@ def take_replica(checkpoint: dict[str, Any], mesh: DeviceMesh) -> RandomStates |
     return states
 
 
+def saved_replicas(trainer_state: dict[str, Any]) -> list[list[Any]]:
+    """Return the states of the training loaders of each replica that saved; none where that was not noted."""
+    return [list(replica["loaders"]) for replica in trainer_state.get(_KEY, [])]
+
+
 def _loader_states(checkpoint: dict[str, Any]) -> list[Any]:
     states: list[Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader", [])
     return states

@@ -1,0 +1,147 @@
+"""``checkpoint``: look at a saved state, prove it whole, hand it on; in one process and without its model."""
+
+import json as json_format
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from lightning_boost.checkpoint_tools.stored import StoredCheckpoint
+from lightning_boost.checkpoint_tools.summary import CheckpointSummary, TensorKind, each_by_itself, summarize
+from lightning_boost.checkpoint_tools.verification import verify_checkpoint
+
+_WIDTH = 120
+"""Of tables where the output is no terminal."""
+
+
+def inspect_checkpoint(directory: str, *, all: bool = False, json: bool = False) -> int:
+    """Show what a checkpoint holds, whatever layout saved it, from its description alone.
+
+    Args:
+        directory: The checkpoint.
+        all: Whether to give each tensor a row; else those that differ in their layer's number share one.
+        json: Whether the last line of standard output is one JSON object, and all else goes to standard error.
+    """
+    stored = StoredCheckpoint(directory)
+    summary = summarize(stored)
+    if all:
+        summary = summary._replace(kinds=each_by_itself(stored.model_tensors.values()))
+    if json:
+        print(json_format.dumps(_as_json(stored.path, summary)))
+    else:
+        _show(stored.path, summary)
+    return 0
+
+
+def _as_json(path: Path, summary: CheckpointSummary) -> dict[str, Any]:
+    return {
+        "checkpoint": str(path),
+        **summary._asdict(),
+        "kinds": [vars(kind) for kind in summary.kinds],
+        "optimizers": [optimizer._asdict() for optimizer in summary.optimizers],
+    }
+
+
+def _show(path: Path, summary: CheckpointSummary) -> None:
+    table = Table(title=str(path), title_justify="left")
+    table.add_column("tensor", overflow="fold")
+    for heading in ("layers", "shape", "dtype", "size"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for kind in summary.kinds:
+        shape = " × ".join(map(str, kind.shape)) or "scalar"
+        table.add_row(kind.name, _layers(kind), shape, kind.dtype, _size(kind.num_bytes))
+    console = _console()
+    console.print(table)
+    for what, value in _facts(summary):
+        console.print(f"{what + ':':<13}{value}", soft_wrap=True, highlight=False)
+
+
+def _facts(summary: CheckpointSummary) -> Iterator[tuple[str, str]]:
+    tensors = f"{summary.num_tensors:,} tensors, {summary.num_values:,} values, {_size(summary.num_bytes)}"
+    yield "model", tensors
+    for name, num_tensors, num_bytes, states in summary.optimizers:
+        of_each = f" ({', '.join(f'{count:,} {kind}' for kind, count in states.items())})" if states else ""
+        yield name.replace("_", " "), f"{num_tensors:,} tensors{of_each}, {_size(num_bytes)}"
+    yield "progress", f"{_known(summary.global_step)} optimizer steps, epoch {_known(summary.epoch)}"
+    replicas = "1 replica" if summary.num_replicas == 1 else f"{_known(summary.num_replicas)} replicas"
+    yield "saved by", f"{replicas}, in {summary.num_files} file{'' if summary.num_files == 1 else 's'}"
+    if not summary.positions:
+        yield "data", "no position was noted"
+    for position in summary.positions:
+        yield "data", _position(position)
+
+
+def _position(position: dict[str, Any]) -> str:
+    if not position:
+        return "a position of the loader's own kind"
+    size = f"of {position['batch_size']} " if position["batch_size"] else ""
+    return f"epoch {position['epoch']}, behind {position['num_batches']:,} batches {size}on each replica"
+
+
+def _known(value: int | None) -> str:
+    return "unknown" if value is None else f"{value:,}"
+
+
+def _layers(kind: TensorKind) -> str:
+    """Return how many layers a kind is in, and which, as ranges."""
+    if not kind.layers:
+        return ""
+    ranges: list[list[int]] = []
+    for layer in kind.layers:
+        if ranges and layer == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], layer]
+        else:
+            ranges.append([layer])
+    return f"{len(kind.layers)} ({', '.join('–'.join(map(str, each)) for each in ranges)})"
+
+
+def _size(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def verify(directory: str, *, json: bool = False) -> int:
+    """Read every file, tensor and value of a checkpoint, and name what is missing, damaged or not finite.
+
+    One tensor is in memory at a time. The exit code is 0 when nothing is wrong, else 1.
+
+    Args:
+        directory: The checkpoint.
+        json: Whether the last line of standard output is one JSON object, and all else goes to standard error.
+    """
+    with _progress("reading") as on_bytes:
+        found = verify_checkpoint(Path(directory), on_bytes)
+    if json:
+        faults = [fault._asdict() for fault in found.faults]
+        print(json_format.dumps({**found._asdict(), "checkpoint": directory, "passed": not faults, "faults": faults}))
+    else:
+        console = _console()
+        for where, what in found.faults:
+            console.print(f"{where}: {what}", soft_wrap=True, highlight=False, markup=False)
+        what = f"{found.num_tensors:,} tensors, {_size(found.num_bytes)} in {found.num_files} files"
+        verdict = "CHECKPOINT IS DAMAGED" if found.faults else f"CHECKPOINT IS WHOLE: {what}, all values finite"
+        console.print(verdict, soft_wrap=True, highlight=False)
+    return 1 if found.faults else 0
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else _WIDTH)
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on standard error, where that is a terminal; give the function that moves it."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
