@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_boost.callbacks.run_summary import RunSummary
 from lightning_boost.callbacks.token_throughput import TokenThroughput
 from lightning_boost.commands.benchmark import benchmark
-from lightning_boost.commands.checkpoint import inspect_checkpoint, verify
+from lightning_boost.commands.checkpoint import export, inspect_checkpoint, verify
 from lightning_boost.commands.parity import parity
 from lightning_boost.data_module import TextDataModule
 from lightning_boost.language_model import LowRankLanguageModel
@@ -27,6 +27,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "benchmark": benchmark,
     "checkpoint inspect": inspect_checkpoint,
     "checkpoint verify": verify,
+    "checkpoint export": export,
 }
 """Commands beside Lightning's; each returns the exit code."""
 

@@ -136,14 +136,19 @@ class StoredCheckpoint:
         """Read a tensor whole.
 
         Raises:
-            ValueError: If a chunk of it is something else than was described.
+            ValueError: If a chunk of it cannot be read, is something else than was described, or is not there.
         """
+        fault = uncovered(tensor)
+        if fault is not None:
+            raise ValueError(fault)
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         for chunk in tensor.chunks:
             part = self._read(self._place(tensor.key, chunk))
             if not isinstance(part, Tensor) or part.shape != chunk.sizes or part.dtype != tensor.dtype:
                 found = f"{tuple(part.shape)} {part.dtype}" if isinstance(part, Tensor) else type(part).__name__
                 raise ValueError(f"a chunk is {found} and must be {tuple(chunk.sizes)} {tensor.dtype}")
+            if part.shape == whole.shape:
+                return part
             whole[_slices(chunk)] = part
         return whole
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_boost.checkpoint import TRAINER_STATE_FILE
-from lightning_boost.checkpoint_tools.stored import StoredCheckpoint, StoredTensor, uncovered
+from lightning_boost.checkpoint_tools.stored import StoredCheckpoint, StoredTensor
 
 
 class Fault(NamedTuple):
@@ -77,9 +77,6 @@ def _faults_of_values(stored: StoredCheckpoint, damaged: set[str]) -> list[Fault
 
 
 def _fault_of(stored: StoredCheckpoint, tensor: StoredTensor, damaged: set[str]) -> str | None:
-    fault = uncovered(tensor)
-    if fault is not None:
-        return fault
     try:
         # a damaged file is named already
         if stored.files_of(tensor.key) & damaged:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from lightning_boost.checkpoint_tools.export import export_checkpoint
 from lightning_boost.checkpoint_tools.stored import StoredCheckpoint
 from lightning_boost.checkpoint_tools.summary import CheckpointSummary, TensorKind, each_by_itself, summarize
 from lightning_boost.checkpoint_tools.verification import verify_checkpoint
@@ -66,10 +67,9 @@ def _facts(summary: CheckpointSummary) -> Iterator[tuple[str, str]]:
     yield "model", tensors
     for name, num_tensors, num_bytes, states in summary.optimizers:
         of_each = f" ({', '.join(f'{count:,} {kind}' for kind, count in states.items())})" if states else ""
-        yield name.replace("_", " "), f"{num_tensors:,} tensors{of_each}, {_size(num_bytes)}"
-    yield "progress", f"{_known(summary.global_step)} optimizer steps, epoch {_known(summary.epoch)}"
-    replicas = "1 replica" if summary.num_replicas == 1 else f"{_known(summary.num_replicas)} replicas"
-    yield "saved by", f"{replicas}, in {summary.num_files} file{'' if summary.num_files == 1 else 's'}"
+        yield name.replace("_", " "), f"{_count(num_tensors, 'tensor')}{of_each}, {_size(num_bytes)}"
+    yield "progress", f"{_count(summary.global_step, 'optimizer step')}, epoch {_known(summary.epoch)}"
+    yield "saved by", f"{_count(summary.num_replicas, 'replica')}, in {_count(summary.num_files, 'file')}"
     if not summary.positions:
         yield "data", "no position was noted"
     for position in summary.positions:
@@ -81,6 +81,10 @@ def _position(position: dict[str, Any]) -> str:
         return "a position of the loader's own kind"
     size = f"of {position['batch_size']} " if position["batch_size"] else ""
     return f"epoch {position['epoch']}, behind {position['num_batches']:,} batches {size}on each replica"
+
+
+def _count(number: int | None, of: str) -> str:
+    return f"{_known(number)} {of}{'' if number == 1 else 's'}"
 
 
 def _known(value: int | None) -> str:
@@ -127,10 +131,41 @@ def verify(directory: str, *, json: bool = False) -> int:
         console = _console()
         for where, what in found.faults:
             console.print(f"{where}: {what}", soft_wrap=True, highlight=False, markup=False)
-        what = f"{found.num_tensors:,} tensors, {_size(found.num_bytes)} in {found.num_files} files"
+        what = f"{found.num_tensors:,} tensors, {_size(found.num_bytes)} in {_count(found.num_files, 'file')}"
         verdict = "CHECKPOINT IS DAMAGED" if found.faults else f"CHECKPOINT IS WHOLE: {what}, all values finite"
         console.print(verdict, soft_wrap=True, highlight=False)
     return 1 if found.faults else 0
+
+
+def export(directory: str, out: str, *, max_shard_gib: float = 5.0, overwrite: bool = False, json: bool = False) -> int:
+    """Write a checkpoint's weights, whole, as safetensors files into a new directory.
+
+    Names are those of the state_dict, without the LightningModule's attribute in front (model.) where what is left are
+    Hugging Face's names. Tied weights are written once. One tensor is in memory at a time.
+
+    Args:
+        directory: The checkpoint.
+        out: Directory to make; it gets its name when it is complete.
+        max_shard_gib: Size above which there are several files, and an index of them.
+        overwrite: Whether to replace an earlier export of that name.
+        json: Whether the last line of standard output is one JSON object, and all else goes to standard error.
+    """
+    if max_shard_gib <= 0:
+        raise ValueError(f"max_shard_gib ({max_shard_gib}) must be above 0.")
+    size = int(max_shard_gib * 2**30)
+    with _progress("writing") as on_bytes:
+        written = export_checkpoint(
+            Path(directory), Path(out), max_shard_bytes=size, overwrite=overwrite, on_bytes=on_bytes
+        )
+    if json:
+        print(json_format.dumps({"checkpoint": directory, "out": out, **written._asdict()}))
+        return 0
+    console = _console()
+    for name in written.left_out:
+        console.print(f"left out: {name}", soft_wrap=True, highlight=False, markup=False)
+    what = f"{written.num_tensors:,} tensors, {_size(written.num_bytes)} in {', '.join(written.files)}"
+    console.print(f"{out}: {what}", soft_wrap=True, highlight=False, markup=False)
+    return 0
 
 
 def _console() -> Console:

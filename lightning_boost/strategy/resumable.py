@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_boost import checkpoint as checkpoints
 from lightning_boost.strategy.data_position import keep_aside, keep_position
 from lightning_boost.strategy.random_numbers import TrainingRandomNumbers
-from lightning_boost.strategy.run_state import add_replicas, take_replica
+from lightning_boost.strategy.run_state import add_replicas, add_ties, take_replica
 
 
 class ResumableStrategy(ModelParallelStrategy):
@@ -91,6 +91,7 @@ class ResumableStrategy(ModelParallelStrategy):
         tensors = {"state_dict": checkpoint.pop("state_dict")}
         tensors |= {f"optimizer_{index}": state for index, state in enumerate(checkpoint.pop("optimizer_states", []))}
         add_replicas(checkpoint, self.device_mesh, self.root_device)
+        add_ties(checkpoint, self._module)
         path = _local_path(self.broadcast(filepath))
         self.finish_saving()
         self._saving = checkpoints.CheckpointSave(path, tensors, checkpoint, background_group=self._background_group())

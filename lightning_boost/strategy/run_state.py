@@ -5,11 +5,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module, Parameter
 
 from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 from lightning_boost.strategy.random_numbers import RandomStates, random_states
 
 _KEY = "boost_replicas"
+_TIES = "boost_tied_weights"
 
 
 def add_replicas(checkpoint: dict[str, Any], mesh: DeviceMesh, device: torch.device) -> None:
@@ -36,6 +38,21 @@ def take_replica(checkpoint: dict[str, Any], mesh: DeviceMesh) -> RandomStates |
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = mine["loaders"]
     states: RandomStates = mine["random_states"]
     return states
+
+
+def add_ties(checkpoint: dict[str, Any], module: Module) -> None:
+    """Note which parameters are another one under a second name, since each name is saved with values of its own."""
+    first: dict[Parameter, str] = {}
+    ties = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if first.setdefault(parameter, name) != name:
+            ties[name] = first[parameter]
+    checkpoint[_TIES] = ties
+
+
+def saved_ties(trainer_state: dict[str, Any]) -> dict[str, str]:
+    """Return the second names of the parameters that have any, and the first one for each; none where not noted."""
+    return dict(trainer_state.get(_TIES, {}))
 
 
 def saved_replicas(trainer_state: dict[str, Any]) -> list[list[Any]]:

@@ -160,7 +160,7 @@ def _tensors(path):
 
 def test_a_changed_bit_is_found_wherever_it_changes_a_value(saved, original):
     expected, chosen, num_found = _tensors(original), random.Random(0), 0
-    for _ in range(24):
+    for _ in range(12):
         shard = chosen.choice(sorted(saved.glob("*.distcp")))
         content = bytearray(shard.read_bytes())
         content[chosen.randrange(len(content))] ^= 1 << chosen.randrange(8)
@@ -171,7 +171,7 @@ def test_a_changed_bit_is_found_wherever_it_changes_a_value(saved, original):
         else:
             assert _tensors(saved) == expected
         shard.write_bytes(before)
-    assert num_found > 5
+    assert num_found > 2
 
 
 class _SavesWhatIsNotFinite(UsersModule):
