@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -22,11 +23,12 @@ from lightning_boost.layout import Decoder, DecoderLayout
 from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, AutoSize, ParallelSizes, build_mesh
 from lightning_boost.pipeline_parallel.options import PipelineOptions, Schedule
 from lightning_boost.strategy.accumulation import short_window_factor
-from lightning_boost.strategy.faults import report_failure
+from lightning_boost.strategy.faults import PeerWatch
 from lightning_boost.strategy.lightning_internals import IS_INTERACTIVE, CheckedLauncher, without_recorded_names
 from lightning_boost.strategy.module_checks import check_none_outside, check_optimizers, check_same_dtype
 from lightning_boost.strategy.random_numbers import agree_on_random_numbers
 from lightning_boost.strategy.resumable import ResumableStrategy
+from lightning_boost.strategy.signals import stop_at_step_borders
 from lightning_boost.strategy.sizes import RequestedSizes
 from lightning_boost.strategy.spreading import decoder_of, find_spread, let_metrics_sum_over_replicas, spread_over_mesh
 from lightning_boost.strategy.trainer_checks import check_anomaly_detection, check_callbacks
@@ -86,6 +88,7 @@ class BoostParallelStrategy(ResumableStrategy):
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        self.timeout = timeout
         self.requested = RequestedSizes(
             tensor_parallel_size=tensor_parallel_size,
             data_parallel_size=data_parallel_size,
@@ -101,7 +104,7 @@ class BoostParallelStrategy(ResumableStrategy):
         self.sizes = ParallelSizes()
         """The mesh's sizes, once set up."""
 
-        self._num_runs = 0
+        self._watch: PeerWatch | None = None
         self.gradient_norm: Tensor | None = None
         """Global norm at the last clipping, before it."""
 
@@ -171,8 +174,13 @@ class BoostParallelStrategy(ResumableStrategy):
     def setup_environment(self) -> None:
         """Start the process group; the mesh waits for the model, which tells the sizes it allows."""
         self.check_before_start(self._module.trainer)
-        self._num_runs += 1
         self._setup_distributed()
+        if self._num_all_processes > 1:
+            self._watch = PeerWatch(self.global_rank, self.timeout)
+            self._watch.start()
+        trainer = self._module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            stop_at_step_borders(trainer, self.root_device)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -321,6 +329,16 @@ class BoostParallelStrategy(ResumableStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tell which process failed first, and leave none behind."""
         super().on_exception(exception)
-        report_failure(exception, self.global_rank, self._num_runs)
-        if isinstance(self._launcher, CheckedLauncher):
-            self._launcher.end_children(_CHILDREN_GRACE_SECONDS)
+        launcher = self._launcher if isinstance(self._launcher, CheckedLauncher) else None
+        seconds = _CHILDREN_GRACE_SECONDS
+        if self._watch is not None and not isinstance(exception, SIGTERMException):
+            seconds = self._watch.report(exception, launcher.killed_child() if launcher else None)
+        if launcher is not None:
+            launcher.end_children(seconds)
+
+    @override
+    def teardown(self) -> None:
+        """Leave the run, whether it ended well or not."""
+        super().teardown()
+        if self._watch is not None:
+            self._watch.stop()

@@ -1,5 +1,6 @@
 """What a run saves and goes on from: states of any layout, positions in the data, random numbers."""
 
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_boost import checkpoint as checkpoints
+from lightning_boost.strategy.arrivals import await_all_to_save
 from lightning_boost.strategy.data_position import keep_aside, keep_position
 from lightning_boost.strategy.random_numbers import TrainingRandomNumbers
 from lightning_boost.strategy.run_state import add_replicas, add_ties, take_replica
@@ -25,6 +27,9 @@ class ResumableStrategy(ModelParallelStrategy):
 
     _root: Module | None = None
     """The model, once it is set up."""
+
+    timeout: timedelta
+    """After which a collective that a process does not join is an error."""
 
     _has_failed = False
     _saves_in_background = False
@@ -88,6 +93,7 @@ class ResumableStrategy(ModelParallelStrategy):
             return
         if storage_options is not None:
             raise ValueError("storage_options must be None with strategy 'boost': it writes the directory itself.")
+        await_all_to_save(self.timeout)
         tensors = {"state_dict": checkpoint.pop("state_dict")}
         tensors |= {f"optimizer_{index}": state for index, state in enumerate(checkpoint.pop("optimizer_states", []))}
         add_replicas(checkpoint, self.device_mesh, self.root_device)
