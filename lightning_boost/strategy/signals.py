@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import ReduceOp
 
 from lightning_boost.strategy.lightning_internals import SignalFlags, at_step_borders
+from lightning_boost.strategy.resumable import ResumableStrategy
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ def _heed(trainer: Trainer, flags: SignalFlags, device: torch.device) -> None:
         _stop(trainer, flags, f"{name}: stopping. The requeued job goes on from its own checkpoint.")
     path = interrupted_path(trainer)
     trainer.save_checkpoint(path)
+    assert isinstance(trainer.strategy, ResumableStrategy)
+    trainer.strategy.finish_saving()
     _stop(trainer, flags, f"{name}: saved {path} and stopping with exit code {SAVED_AND_STOPPED}.")
 
 
