@@ -136,9 +136,8 @@ class CheckpointSave:
 
     def _prepare(self, trainer_state: dict[str, Any]) -> str | None:
         """Make the directory and write what is no tensor; return what is wrong with it."""
-        for remains in self.path.parent.glob(f".*{_UNFINISHED}"):
-            # of saves that were killed
-            shutil.rmtree(remains, ignore_errors=True)
+        # of a save that was killed
+        shutil.rmtree(self._unfinished, ignore_errors=True)
         try:
             self._unfinished.mkdir(parents=True)
             error = _write_trainer_state(_plain_numbers(trainer_state), self._unfinished / TRAINER_STATE_FILE)

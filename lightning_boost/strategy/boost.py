@@ -174,6 +174,7 @@ class BoostParallelStrategy(ResumableStrategy):
     def setup_environment(self) -> None:
         """Start the process group; the mesh waits for the model, which tells the sizes it allows."""
         self.check_before_start(self._module.trainer)
+        self._has_failed = False
         self._setup_distributed()
         if self._num_all_processes > 1:
             self._watch = PeerWatch(self.global_rank, self.timeout)

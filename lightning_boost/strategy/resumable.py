@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_boost import checkpoint as checkpoints
 from lightning_boost.strategy.arrivals import await_all_to_save
-from lightning_boost.strategy.data_position import keep_aside, keep_position
+from lightning_boost.strategy.data_position import correct_epochs, keep_position
 from lightning_boost.strategy.random_numbers import TrainingRandomNumbers
 from lightning_boost.strategy.run_state import add_replicas, add_ties, take_replica
 
@@ -55,9 +55,8 @@ class ResumableStrategy(ModelParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Let a training loader know its position, to be saved."""
-        trainer, numbers = self._module.trainer, self.random_numbers
-        return keep_position(dataloader, trainer, numbers) if trainer.training else keep_aside(dataloader, numbers)
+        """Let a loader know its position in training, to be saved."""
+        return keep_position(dataloader, self._module.trainer, self.random_numbers)
 
     @override
     def on_train_start(self) -> None:
@@ -96,6 +95,7 @@ class ResumableStrategy(ModelParallelStrategy):
         await_all_to_save(self.timeout)
         tensors = {"state_dict": checkpoint.pop("state_dict")}
         tensors |= {f"optimizer_{index}": state for index, state in enumerate(checkpoint.pop("optimizer_states", []))}
+        correct_epochs(checkpoint)
         add_replicas(checkpoint, self.device_mesh, self.root_device)
         add_ties(checkpoint, self._module)
         path = _local_path(self.broadcast(filepath))
@@ -117,11 +117,13 @@ class ResumableStrategy(ModelParallelStrategy):
             OSError: If it could not be written.
         """
         saving, self._saving = self._saving, None
+        outdated = list(self._outdated)
+        # forgotten first: where the new one fails, the old ones are all there is
+        self._outdated.clear()
         if saving is not None:
             saving.finish()
-        for path in self._outdated:
+        for path in outdated:
             super().remove_checkpoint(path)
-        self._outdated.clear()
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

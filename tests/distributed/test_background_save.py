@@ -136,3 +136,49 @@ def test_a_process_that_cannot_write_is_told_by_all_and_harms_nothing(tmp_path, 
         assert "No space left on device" in message
         assert "What was there before is untouched" in message
         assert left == ["a.ckpt"]
+
+
+def _fails_while_outdated(folder):
+    """Keep one checkpoint, fail to write the second, and go on from the first with the same Trainer."""
+    strategy = BoostParallelStrategy(2, save_in_background=True)
+    callback = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=1, monitor="number", mode="max")
+    trainer = trainer_for(strategy=strategy, enable_checkpointing=True, callbacks=[callback], max_epochs=2)
+    write, calls = FileSystemWriter.write_data, []
+
+    def once(self, *arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return write(self, *arguments)
+
+    FileSystemWriter.write_data = once
+    module = _Improving()
+    try:
+        trainer.fit(module, loader(num_batches=2))
+    except OSError as error:
+        message = str(error)
+    trainer.validate(module, loader(), ckpt_path=folder / "step=1.ckpt", verbose=False)
+    return message, [entry.name for entry in folder.iterdir()]
+
+
+def test_a_save_that_fails_does_not_take_the_one_before_with_it(tmp_path):
+    for message, left in run_processes(_fails_while_outdated, 2, tmp_path):
+        assert "No space left on device" in message
+        assert left == ["step=1.ckpt"]
+
+
+def _side_by_side(folder):
+    """Save in the background while another strategy saves beside it."""
+    _slow_writer()
+    trainers = [trainer_for(strategy=BoostParallelStrategy(2, save_in_background=True)) for _ in range(2)]
+    for trainer, module in zip(trainers, (UsersModule(), UsersModule()), strict=True):
+        trainer.fit(module, loader(num_batches=1))
+    for name, trainer in zip("ab", trainers, strict=True):
+        trainer.save_checkpoint(folder / f"{name}.ckpt")
+    for trainer in trainers:
+        trainer.strategy.finish_saving()
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_two_runs_may_save_side_by_side(tmp_path):
+    assert run_processes(_side_by_side, 2, tmp_path) == [["a.ckpt", "b.ckpt"]] * 2

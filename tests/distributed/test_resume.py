@@ -1,13 +1,15 @@
 """A run that goes on sees the samples, the rates and the random numbers that the uninterrupted one would have seen."""
 
 import json
+import multiprocessing
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, Dataset
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_boost import BoostParallelStrategy, LowRankLanguageModel, TextDataModule
 from lightning_boost.data.streams import StreamSource
@@ -85,6 +87,65 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, sampler):
         assert rest[0] == seen[step:], step
         assert rest[1] == pytest.approx(rates[step:]), step
         assert rest[2] == pytest.approx(losses[step:], rel=1e-5), step
+
+
+def _twice(path, sampler):
+    """Interrupt a run at an epoch's end, go on for one step, be interrupted and go on again."""
+    whole, *_ = _run(path / "a", sampler, 8)
+    for first, second in ((6, 7), (5, 6), (8, 9)):
+        _run(path / "b", sampler, 8, second, path / "a" / f"step={first}.ckpt")
+        rest, *_ = _run(path / "c", sampler, 8, -1, path / "b" / f"step={second}.ckpt")
+        assert rest == whole[second:], (first, second)
+
+
+@pytest.mark.parametrize("sampler", ["distributed", "random"])
+def test_a_run_may_be_interrupted_twice(tmp_path, sampler):
+    run_processes(_twice, 1, tmp_path, sampler)
+
+
+def _orders(shares_loader):
+    """Return the samples of each epoch, where training and validation read one loader or two."""
+    # a daemon may not start the loader's workers
+    multiprocessing.process.current_process()._config["daemon"] = False
+    seed_everything(3, verbose=False)
+    module = _Noting()
+    train, evaluate = (DataLoader(_Numbered(), batch_size=8, shuffle=True, num_workers=1) for _ in range(2))
+    trainer = trainer_for(
+        max_epochs=3, use_distributed_sampler=False, strategy=BoostParallelStrategy(1), limit_val_batches=1
+    )
+    trainer.fit(module, train, train if shares_loader else evaluate)
+    return module.seen
+
+
+def test_one_loader_may_serve_training_and_validation():
+    shared, apart = (run_processes(_orders, 1, shares)[0] for shares in (True, False))
+    assert shared == apart
+    assert shared[:6] != shared[6:12] != shared[12:]
+
+
+def _two_loaders(path, resume):
+    seed_everything(3, verbose=False)
+    module = _Noting()
+    step = module.training_step
+    module.training_step = lambda batch, batch_idx: step(
+        {name: torch.cat([part[name] for part in batch.values()]) for name in next(iter(batch.values()))}, batch_idx
+    )
+    samples = _Numbered()
+    loaders = {"long": DataLoader(samples, batch_size=8), "short": DataLoader(Subset(samples, range(16)), batch_size=8)}
+    trainer = trainer_for(
+        use_distributed_sampler=False,
+        strategy=BoostParallelStrategy(1),
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(path, "{step}", every_n_train_steps=1, save_top_k=-1)],
+    )
+    trainer.fit(module, CombinedLoader(loaders, "max_size_cycle"), ckpt_path=resume)
+    return module.seen
+
+
+def test_a_shorter_loader_that_begins_anew_goes_on_where_it_was(tmp_path):
+    whole = run_processes(_two_loaders, 1, tmp_path / "a", None)[0]
+    for step in (3, 5):
+        assert run_processes(_two_loaders, 1, tmp_path / "b", tmp_path / "a" / f"step={step}.ckpt")[0] == whole[step:]
 
 
 def _validated(every):
