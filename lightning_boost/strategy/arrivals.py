@@ -21,7 +21,7 @@ def await_all_to_save(timeout: timedelta) -> None:
     The store tells, and no collective: the others would take it for the next one of theirs.
 
     Args:
-        timeout: That of collectives; nobody waits longer.
+        timeout: That of collectives; the wait is over before the others, in one of theirs, give up.
 
     Raises:
         RuntimeError: If some do not come.
@@ -34,7 +34,7 @@ def await_all_to_save(timeout: timedelta) -> None:
     store.set(f"{prefix}/process_{process}", "")
     if store.add(f"{prefix}/arrived", 1) == world_size:
         store.set(f"{prefix}/all", "")
-    limit = min(PATIENCE, timeout)
+    limit = min(PATIENCE, timeout / 2)
     deadline, pause = time.monotonic() + limit.total_seconds(), _FIRST_PAUSE
     while not store.check([f"{prefix}/all"]):
         if time.monotonic() > deadline:
