@@ -59,8 +59,17 @@ def cut_batch(arguments: Mapping[str, Any], count: int) -> Microbatches:
     Args:
         arguments: By name, the first token ids ``[B, T]``.
         count: Micro-batches.
+
+    Raises:
+        ValueError: If a tensor has one dim, which may be that of the samples or of the tokens.
     """
     num_samples, num_tokens = next(iter(arguments.values())).shape
+    for name, value in arguments.items():
+        if num_samples == num_tokens and isinstance(value, Tensor) and value.shape == (num_samples,):
+            raise ValueError(
+                f"{name} ([{num_samples}]) may be one value for each of the {num_samples} samples or of the"
+                f" {num_tokens} tokens: a pipeline cuts the first and not the second. Pass it as [B, T] or [1, T]."
+            )
     rows = -(-num_samples // count)
     missing = rows * count - num_samples
     cut: dict[str, Sequence[Any]] = {
@@ -78,16 +87,21 @@ def merge_outputs(outputs: Sequence[Any], microbatches: Microbatches) -> Any:
 
     Raises:
         TypeError: If an output is neither a tensor nor a tuple, list or dict of them.
+        ValueError: If an output has not one row for each sample.
     """
     first = outputs[0]
     if isinstance(first, Tensor):
         if not _has_rows(first, microbatches.rows):
-            return first
+            raise ValueError(
+                f"an output of shape {list(first.shape)} has no row for each of the {microbatches.rows} samples of a"
+                " micro-batch, and is another one for each of them. Let a model on a pipeline return one row for each"
+                " sample, or set pipeline_parallel_size to 1."
+            )
         return torch.cat(list(outputs))[: microbatches.num_samples]
     if isinstance(first, dict):
-        return {key: merge_outputs([each[key] for each in outputs], microbatches) for key in first}
+        return _dict_like(first, {key: merge_outputs([each[key] for each in outputs], microbatches) for key in first})
     if isinstance(first, tuple | list):
-        return type(first)(merge_outputs(list(parts), microbatches) for parts in zip(*outputs, strict=True))
+        return _sequence_like(first, [merge_outputs(parts, microbatches) for parts in zip(*outputs, strict=True)])
     if first is None:
         return None
     raise TypeError(
@@ -101,10 +115,20 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, dict):
-        return {key: map_tensors(function, value) for key, value in tree.items()}
+        return _dict_like(tree, {key: map_tensors(function, value) for key, value in tree.items()})
     if isinstance(tree, tuple | list):
-        return type(tree)(map_tensors(function, value) for value in tree)
+        return _sequence_like(tree, [map_tensors(function, value) for value in tree])
     return tree
+
+
+def _dict_like(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a dict of the same class; Hugging Face's outputs are made from keyword arguments."""
+    return items if type(like) is dict else type(like)(**items)
+
+
+def _sequence_like(like: Any, items: list[Any]) -> Any:
+    make = getattr(type(like), "_make", type(like))  # of a named tuple
+    return make(items)
 
 
 def _has_rows(value: Any, rows: int) -> bool:

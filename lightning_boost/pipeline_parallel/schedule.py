@@ -85,6 +85,7 @@ class Pipeline:
 
         Raises:
             RuntimeError: If outputs are asked for with gradients.
+            TypeError: If with labels the model returns something else than its mean loss.
         """
         arguments = bind(self._model_forward, args, kwargs)
         has_labels = isinstance(arguments.get("labels"), Tensor)
@@ -119,7 +120,13 @@ class Pipeline:
         numbers = torch.arange(count)
         is_last = any(stage.is_last for stage in self._stages)
         targets = {"target": numbers} if is_trained and is_last else {}
-        schedule.step(number=numbers, return_outputs=False, **targets)
+        try:
+            schedule.step(number=numbers, return_outputs=False, **targets)
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            # torch wraps what a stage raises in an error that lists the stage's tensors
+            raise error.__cause__ from None
 
     def _call(self, number: int) -> Tensor:
         """Run the model's forward on a micro-batch; what comes back here comes from the last stage."""
@@ -133,7 +140,7 @@ class Pipeline:
         if not isinstance(output, Tensor) or output.dim() > 0:
             raise TypeError(
                 f"with labels a model on a pipeline must return its mean loss as one number, and returned"
-                f" {type(output).__name__}."
+                f" {type(output).__name__}. Let its forward return the loss alone."
             )
         loss = output.float() * run.weights[number]
         run.losses.append(loss.detach())

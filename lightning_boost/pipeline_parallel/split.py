@@ -6,6 +6,8 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from torch import nn
+
 from lightning_boost.layout import Decoder
 from lightning_boost.pipeline_parallel.options import PipelineOptions
 
@@ -54,8 +56,8 @@ def check_pipeline(decoder: Decoder, size: int, options: PipelineOptions) -> Non
         options: How it is cut.
 
     Raises:
-        ValueError: If there are too few layers, embedding and head share their weight, or the model has parameters that
-            no stage would hold.
+        ValueError: If there are too few layers, two parts share a parameter, or the model has parameters that no stage
+            would hold.
     """
     plan_stages(decoder, size, 0, options)
     layout = decoder.layout
@@ -65,12 +67,26 @@ def check_pipeline(decoder: Decoder, size: int, options: PipelineOptions) -> Non
             " stage. Set tie_word_embeddings to False, or pipeline_parallel_size to 1."
         )
     parts = tuple(f"{name}." for name in (*decoder.layers, layout.embedding, layout.final_norm, layout.head))
+    _check_none_shared(decoder, parts)
     others = [name for name, _ in decoder.root.named_parameters() if not name.startswith(parts)]
     if others:
         raise ValueError(
             f"parameters {', '.join(others[:5])} of {type(decoder.root).__name__} belong to no part that a pipeline"
             " stage holds. Remove them, or set pipeline_parallel_size to 1."
         )
+
+
+def _check_none_shared(decoder: Decoder, parts: tuple[str, ...]) -> None:
+    """Check that no parameter is in two of the parts that stages hold: each stage would train a copy of its own."""
+    seen: dict[nn.Parameter, tuple[str, str | None]] = {}
+    for name, parameter in decoder.root.named_parameters(remove_duplicate=False):
+        part = next((part for part in parts if name.startswith(part)), None)
+        first, first_part = seen.setdefault(parameter, (name, part))
+        if part != first_part:
+            raise ValueError(
+                f"{first} and {name} are one parameter, in two parts of {type(decoder.root).__name__} that may stand on"
+                " different pipeline stages. Give each its own, or set pipeline_parallel_size to 1."
+            )
 
 
 def layer_costs(decoder: Decoder) -> list[float]:

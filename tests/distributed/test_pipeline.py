@@ -170,6 +170,24 @@ def test_what_a_pipeline_cannot_do_is_told(call, message):
         assert message in error
 
 
+def _failing_layer():
+    model, _ = piped_model(small_config())
+
+    def fail(*_):
+        raise KeyError("of the user")
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(fail)
+    model(**masked_batch(131))
+
+
+def test_an_error_in_a_stage_is_the_user_s():
+    with pytest.raises(RuntimeError, match="KeyError: 'of the user'") as caught:
+        run_processes(_failing_layer, 2)
+    assert "failed to run forward" not in str(caught.value)
+    assert "in fail" in str(caught.value)
+
+
 def _no_labels(config):
     model, _ = piped_model(config)
     batch = masked_batch(config.vocab_size)

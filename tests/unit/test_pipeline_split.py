@@ -1,15 +1,16 @@
 """Layers on stages, and batches in micro-batches."""
 
 from itertools import combinations, pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from lightning_boost.config import IGNORED_LABEL
 from lightning_boost.layout import find_decoder
-from lightning_boost.pipeline_parallel.microbatches import bind, cut_batch, merge_outputs
+from lightning_boost.pipeline_parallel.microbatches import bind, cut_batch, map_tensors, merge_outputs
 from lightning_boost.pipeline_parallel.options import PipelineOptions
-from lightning_boost.pipeline_parallel.split import given_layers, layer_costs, split_layers
+from lightning_boost.pipeline_parallel.split import check_pipeline, given_layers, layer_costs, split_layers
 from tests.models import masked_batch, meta_model, small_config
 
 
@@ -45,6 +46,22 @@ def test_given_layers_are_taken_or_refused():
             given_layers(counts, 4, 2)
     with pytest.raises(ValueError, match=r"pipeline stages \(3\) must be no more than the layers \(2\)"):
         split_layers([1.0, 1.0], 3)
+
+
+def _share_down(layers):
+    layers[1].mlp.down_proj.factor_a.weight = layers[0].mlp.down_proj.factor_a.weight
+
+
+def _share_layer(layers):
+    layers[1] = layers[0]
+
+
+@pytest.mark.parametrize("share", [_share_down, _share_layer])
+def test_a_weight_in_two_layers_is_refused(share):
+    model = meta_model(small_config(num_hidden_layers=3))
+    share(model.model.layers)
+    with pytest.raises(ValueError, match=r"layers\.0\..* and model\.layers\.1\..* are one parameter, in two parts"):
+        check_pipeline(find_decoder(model), 2, PipelineOptions())
 
 
 @pytest.mark.parametrize(
@@ -103,6 +120,43 @@ def test_every_sample_is_in_one_microbatch_and_filled_rows_have_no_label():
     merged = merge_outputs(outputs, microbatches)
     torch.testing.assert_close(merged["logits"], batch["input_ids"] * 2)
     torch.testing.assert_close(merged["extra"][0], torch.arange(5))
+
+
+class _Output(dict):
+    """Is made from keyword arguments and read by attribute, as Hugging Face's are."""
+
+    def __init__(self, *, logits, cache=None):
+        super().__init__(logits=logits, **({} if cache is None else {"cache": cache}))
+        self.logits = logits
+
+
+class _Pair(NamedTuple):
+    first: torch.Tensor
+    second: _Output
+
+
+def test_outputs_keep_their_classes():
+    rows = torch.arange(4.0)[:, None]
+    microbatches = cut_batch({"input_ids": torch.zeros(4, 3)}, 2)
+    merged = merge_outputs([_Pair(each, _Output(logits=2 * each)) for each in rows.split(2)], microbatches)
+    for pair, factor in ((merged, 1), (map_tensors(lambda tensor: 3 * tensor, merged), 3)):
+        torch.testing.assert_close(pair.first, factor * rows)
+        torch.testing.assert_close(pair.second.logits, 2 * factor * rows)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (1, 2)])
+def test_an_output_that_is_no_rows_is_refused(shape):
+    microbatches = cut_batch({"input_ids": torch.zeros(4, 3)}, 2)
+    with pytest.raises(ValueError, match="has no row for each of the 2 samples"):
+        merge_outputs([{"loss": torch.zeros(shape)}] * 2, microbatches)
+
+
+def test_a_tensor_that_may_be_of_samples_or_tokens_is_refused():
+    arguments = {"input_ids": torch.zeros(4, 4), "position_ids": torch.arange(4)}
+    with pytest.raises(ValueError, match=r"position_ids \(\[4\]\) may be .* Pass it as \[B, T\] or \[1, T\]"):
+        cut_batch(arguments, 2)
+    parts = cut_batch({**arguments, "position_ids": torch.arange(4)[None]}, 2).arguments
+    assert [part["position_ids"].tolist() for part in parts] == [[[0, 1, 2, 3]]] * 2
 
 
 def test_what_is_no_batch_of_tokens_is_refused():
