@@ -14,6 +14,7 @@ from lightning_boost.data.packing import PackedDataset, Packer, Packing
 from lightning_boost.data.sources import builtin_documents, check_files, hold_out, read_documents
 from lightning_boost.data.streams import DealtStream, PackedStream, StreamSource, check_streams
 from lightning_boost.data.tokenizers import TokenizerFile, load_tokenizer
+from lightning_boost.options import plain
 
 _HELD_OUT_SHARE = 0.1
 
@@ -60,6 +61,18 @@ class TextDataModule(LightningDataModule):
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"batch_size ({batch_size}) must be at least 1.")
+        self.save_hyperparameters(
+            {
+                "train_files": plain(train_files),
+                "train_streams": plain(train_streams),
+                "validation_files": plain(validation_files),
+                "validation_streams": plain(validation_streams),
+                "tokenizer": plain(tokenizer),
+                "packing": packing,
+                "sequence_length": sequence_length,
+                "batch_size": batch_size,
+            }
+        )
         self.train_files = _as_list(train_files)
         self.train_streams = list(train_streams)
         sets = validation_files if isinstance(validation_files, Mapping) else {"": _as_list(validation_files)}

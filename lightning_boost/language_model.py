@@ -18,6 +18,7 @@ from lightning_boost.gradients import global_gradient_norm
 from lightning_boost.model.initialization import initialize
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.model.loss import count_valid, next_tokens
+from lightning_boost.options import plain
 
 Batch = dict[str, Tensor]
 
@@ -95,6 +96,17 @@ class LowRankLanguageModel(LightningModule):
         for name, value in (("learning_rate", learning_rate), ("warmup_steps", warmup_steps)):
             if value < 0:
                 raise ValueError(f"{name} ({value}) must not be negative.")
+        self.save_hyperparameters(
+            {
+                "config": plain(config),
+                "learning_rate": learning_rate,
+                "warmup_steps": warmup_steps,
+                "max_steps": max_steps,
+                "betas": plain(betas),
+                "weight_decay": weight_decay,
+                "decay_all_parameters": decay_all_parameters,
+            }
+        )
         self.config = config
         self.learning_rate = learning_rate
         self.warmup_steps = warmup_steps

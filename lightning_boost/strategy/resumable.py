@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_boost import checkpoint as checkpoints
+from lightning_boost.mesh import DATA_AXIS
 from lightning_boost.strategy.arrivals import await_all_to_save
 from lightning_boost.strategy.data_position import correct_epochs, keep_position
 from lightning_boost.strategy.random_numbers import TrainingRandomNumbers
+from lightning_boost.strategy.recipe import add_recipe, recipe_of, report_differences
 from lightning_boost.strategy.run_state import add_replicas, add_ties, take_replica
 
 
@@ -98,6 +100,7 @@ class ResumableStrategy(ModelParallelStrategy):
         correct_epochs(checkpoint)
         add_replicas(checkpoint, self.device_mesh, self.root_device)
         add_ties(checkpoint, self._module)
+        add_recipe(checkpoint, self._recipe())
         path = _local_path(self.broadcast(filepath))
         self.finish_saving()
         self._saving = checkpoints.CheckpointSave(path, tensors, checkpoint, background_group=self._background_group())
@@ -139,11 +142,17 @@ class ResumableStrategy(ModelParallelStrategy):
         self.finish_saving()
         path = _local_path(self.broadcast(checkpoint_path))
         is_training = self._module.trainer.state.fn == TrainerFn.FITTING
+        if is_training:
+            # before the weights: where they do not fit, the options tell why
+            state_file = checkpoints.existing_checkpoint(path) / checkpoints.TRAINER_STATE_FILE
+            report_differences(path, checkpoints.read_trainer_state(state_file), self._recipe())
         optimizers = self.optimizers if is_training else []
         checkpoint = checkpoints.load_checkpoint(path, self._module, optimizers, strict=self._module.strict_loading)
         states = take_replica(checkpoint, self.device_mesh)
         self.random_numbers.next = states if is_training else None
         return checkpoint
+
+        add_recipe(checkpoint, self._recipe())
 
     @override
     def teardown(self) -> None:

@@ -153,7 +153,7 @@ def _parse(monkeypatch, arguments):
     for name, command in cli.COMMANDS.items():
         stub = functools.wraps(command)(lambda **_: 0)
         monkeypatch.setitem(cli.COMMANDS, name, stub)
-    if arguments and arguments[0] not in cli.COMMANDS and "--help" not in arguments:
+    if arguments and cli.split_command(arguments)[0] is None and "--help" not in arguments:
         arguments = [*arguments, "--print_config"]
     monkeypatch.setattr(sys, "argv", ["lightning_boost", *arguments])
     with pytest.raises(SystemExit) as exit_info:
@@ -199,6 +199,10 @@ def test_commands_parse(monkeypatch, capsys, command):
         "parity --shape round",
         "parities",
         "benchmark blocks",
+        "checkpoint",
+        "checkpoint inspekt x",
+        "checkpoint export x",
+        "checkpoint verify x --al",
         "fit --config recipes/quickstart.yaml --trainer.strategy.data_axis shard",
     ],
 )

@@ -89,3 +89,16 @@ def test_the_summary_says_what_the_run_was(two_processes):
 def test_the_checkpoint_is_validated_on_two_processes_and_on_one(two_processes):
     folder, _ = two_processes
     assert _validate(folder, devices=1) == pytest.approx(_validate(folder, devices=2), abs=1e-5)
+
+
+def test_the_checkpoint_is_shown_verified_and_exported(two_processes):
+    folder, _ = two_processes
+    path = f"runs/quickstart/checkpoints/step_{STEPS}.ckpt"
+    shown = _lightning_boost(folder, "checkpoint", "inspect", path)
+    assert "model.model.layers.*.self_attn.q_proj.factor_a.weight" in shown
+    assert "2,008,832 values" in shown
+    assert f"progress:    {STEPS} optimizer steps, epoch 0" in shown
+    assert f"data:        epoch 0, behind {STEPS} batches of 4 on each replica" in shown
+    assert "CHECKPOINT IS WHOLE" in _lightning_boost(folder, "checkpoint", "verify", path)
+    _lightning_boost(folder, "checkpoint", "export", path, "weights")
+    assert (folder / "weights" / "model.safetensors").stat().st_size > 4 * 2_008_832
