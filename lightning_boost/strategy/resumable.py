@@ -152,7 +152,8 @@ class ResumableStrategy(ModelParallelStrategy):
         self.random_numbers.next = states if is_training else None
         return checkpoint
 
-        add_recipe(checkpoint, self._recipe())
+    def _recipe(self) -> dict[str, Any]:
+        return recipe_of(self._module, self.precision_plugin.precision, self.device_mesh[DATA_AXIS].size())
 
     @override
     def teardown(self) -> None:
