@@ -68,7 +68,7 @@ def test_the_model_and_the_data_keep_their_options_as_plain_types():
     """So loggers and checkpoints hold them without a class of this package; known_failures A02."""
     config = LlamaConfig(vocab_size=257, low_rank=LowRankConfig(other_bottleneck_sizes={"layers.0": 3}), hidden_size=64)
     model = LowRankLanguageModel(config, learning_rate=0.5, betas=(0.8, 0.9))
-    data = TextDataModule(train_streams=[StreamSource(dataset="json", data_files=["x"], weight=2.0)], batch_size=3)
+    data = TextDataModule(train_streams=[StreamSource(dataset="allenai/c4", name="en", weight=2.0)], batch_size=3)
     options = {"model": dict(model.hparams), "data": dict(data.hparams)}
     assert yaml.safe_load(yaml.safe_dump(options)) == options
     found = flat(options)
