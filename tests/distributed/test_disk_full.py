@@ -1,0 +1,57 @@
+"""A disk that is full for one process, by a limit on the size of its files: all are told, nothing is harmed."""
+
+import resource
+
+import pytest
+import torch.distributed as dist
+
+from lightning_boost import BoostParallelStrategy
+from tests.processes import run_processes
+from tests.users_module import UsersModule, loader, trainer_for
+
+LIMIT_BYTES = 100_000
+"""Less than a share, more than meta.pt."""
+
+
+def _save_with_little_room(folder, failing):
+    module = UsersModule()
+    trainer = trainer_for(strategy=BoostParallelStrategy(2))
+    trainer.fit(module, loader(num_batches=1))
+    path = folder / "a.ckpt"
+    trainer.save_checkpoint(path)
+    assert min(shard.stat().st_size for shard in path.glob("*.distcp")) > LIMIT_BYTES
+    if dist.get_rank() == failing:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT_BYTES, resource.RLIM_INFINITY))
+    message = ""
+    try:
+        trainer.save_checkpoint(path)
+    except OSError as error:
+        message = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    left = sorted(entry.name for entry in folder.iterdir())
+    trainer_for(strategy=BoostParallelStrategy(2)).validate(module, loader(), ckpt_path=path, verbose=False)
+    trainer.save_checkpoint(folder / "b.ckpt")
+    return message, left
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_full_disk_is_told_by_all_and_harms_nothing(tmp_path, failing):
+    """known_failures A65."""
+    results = run_processes(_save_with_little_room, 2, tmp_path, failing, timeout=60)
+    assert results[0] == results[1]
+    message, left = results[0]
+    assert f"checkpoint {tmp_path / 'a.ckpt'} could not be written: " in message
+    assert left == ["a.ckpt"]
+    assert (tmp_path / "b.ckpt").is_dir()
+
+
+def _save_below_a_file(path):
+    trainer = trainer_for(strategy=BoostParallelStrategy(2))
+    trainer.fit(UsersModule(), loader(num_batches=1))
+    with pytest.raises(ValueError, match="could not be written: .*Not a directory"):
+        trainer.save_checkpoint(path)
+
+
+def test_a_place_that_cannot_be_written_is_told_by_all(tmp_path):
+    (tmp_path / "file").write_text("")
+    run_processes(_save_below_a_file, 2, tmp_path / "file" / "a.ckpt", timeout=60)
