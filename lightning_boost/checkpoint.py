@@ -141,7 +141,7 @@ class CheckpointSave:
         try:
             self._unfinished.mkdir(parents=True)
             error = _write_trainer_state(_plain_numbers(trainer_state), self._unfinished / TRAINER_STATE_FILE)
-        except OSError as failure:
+        except (OSError, RuntimeError) as failure:
             error = f"checkpoint {self.path} could not be written: {failure}"
         if error is not None:
             shutil.rmtree(self._unfinished, ignore_errors=True)
