@@ -122,17 +122,14 @@ class CheckpointSave:
             self._error = _cause(error)
         errors: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, self._error)
-        failed = next(((number, error) for number, error in enumerate(errors) if error is not None), None)
+        failed = next((error for error in errors if error is not None), None)
         if self._is_first and failed is None:
             self._publish()
         elif self._is_first:
             shutil.rmtree(self._unfinished, ignore_errors=True)
         dist.barrier()
         if failed is not None:
-            raise OSError(
-                f"checkpoint {self.path} could not be written: process {failed[0]} says {failed[1]}. What was there"
-                " before is untouched."
-            )
+            raise OSError(f"checkpoint {self.path} could not be written: {failed}. What was there before is untouched.")
 
     def _prepare(self, trainer_state: dict[str, Any]) -> str | None:
         """Make the directory and write what is no tensor; return what is wrong with it."""
@@ -154,9 +151,11 @@ class CheckpointSave:
 
 
 def _cause(error: BaseException) -> str:
-    """Return what torch's collected failures of all processes began with."""
-    first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-    return f"{type(first).__name__}: {first}"
+    """Return which process failed and why; torch raises what it has collected of all processes on each of them."""
+    number, first = dist.get_rank(), error
+    if isinstance(error, CheckpointException):
+        number, (first, _) = next(iter(error.failures.items()))
+    return f"process {number} says {type(first).__name__}: {first}"
 
 
 def load_checkpoint(
@@ -167,7 +166,7 @@ def load_checkpoint(
     A parameter that an optimizer had no state for yet begins with none.
 
     Args:
-        path: A directory that ``save_checkpoint`` wrote.
+        path: A directory that ``CheckpointSave`` wrote.
         model: Spread over the present layout.
         optimizers: Those of the present run; none where only weights are wanted.
         strict: Whether the checkpoint must hold exactly the model's tensors.
@@ -307,7 +306,7 @@ def _publish(unfinished: Path, path: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
     unfinished.rename(path)
-    if replaced.is_dir():
+    if replaced.is_dir() and not replaced.is_symlink():
         shutil.rmtree(replaced)
     else:
         replaced.unlink(missing_ok=True)

@@ -68,14 +68,10 @@ class PipelineOptions:
         A batch that is smaller than the number asked for is cut into single samples, or filled up where even the
         processes are more.
         """
-        if self.num_microbatches is not None:
-            rounds = min(self.num_microbatches, max(num_samples, size)) // size
-            return (
-                rounds * size
-                if self.schedule == "interleaved_1f1b"
-                else min(self.num_microbatches, max(num_samples, size))
-            )
         step = size if self.schedule == "interleaved_1f1b" else 1
+        if self.num_microbatches is not None:
+            most = min(self.num_microbatches, max(num_samples, size))
+            return most - most % step
         most = _AUTO_MICROBATCHES_PER_STAGE * size
         dividing = [count for count in range(size, most + 1, step) if num_samples % count == 0]
         return max(dividing, default=size)

@@ -133,6 +133,7 @@ def _cannot_write(folder, in_background, failing):
 def test_a_process_that_cannot_write_is_told_by_all_and_harms_nothing(tmp_path, in_background, failing):
     """known_failures A65."""
     for message, left in run_processes(_cannot_write, 2, tmp_path, in_background, failing):
+        assert f"process {failing} says OSError" in message
         assert "No space left on device" in message
         assert "What was there before is untouched" in message
         assert left == ["a.ckpt"]
