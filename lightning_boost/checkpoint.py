@@ -219,13 +219,15 @@ def existing_checkpoint(path: Path) -> Path:
     Raises:
         FileNotFoundError: If neither is a checkpoint.
     """
-    for candidate in (path, set_aside(path)):
+    # a name, also of "."
+    for candidate in (path, set_aside(path.absolute())):
         if (candidate / TRAINER_STATE_FILE).is_file():
             return candidate
     kind = "is a single file" if path.is_file() else "has no meta.pt" if path.is_dir() else "does not exist"
+    inside = [file.parent.name for file in path.glob(f"*/{TRAINER_STATE_FILE}")]
     raise FileNotFoundError(
         f"checkpoint {path} {kind}; strategy 'boost' loads the directories that it saves (Trainer.save_checkpoint,"
-        " ModelCheckpoint)."
+        f" ModelCheckpoint).{f' Those in it: {_some(inside)}.' if inside else ''}"
     )
 
 
@@ -299,6 +301,7 @@ def read_trainer_state(path: Path) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals(_OWN_TYPES):
             trainer_state: dict[str, Any] = torch.load(path, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
+        # torch's reader fails with "Invalid argument" where a file is cut
         raise ValueError(f"{path} cannot be read: {without_advice(error)}") from None
     return trainer_state

@@ -16,6 +16,9 @@ from uuid import uuid4
 _UNFINISHED = ".unfinished"
 # no part of the names there: Lightning takes the number of Slurm's next checkpoint from whatever has hpc_ckpt_ in it
 
+_ATTEMPTS = 100
+"""At making a directory that others clear or publish meanwhile."""
+
 
 def unfinished(path: Path) -> Path:
     """Return where a directory is made."""
@@ -120,19 +123,31 @@ def _give_name(new: Path, path: Path) -> None:
 
 def _make_locked(folder: Path) -> int:
     """Make a directory and lock it, after any other process that makes one of this name; return the lock."""
-    while True:
-        # it may be published or cleared by another process at any time until it is locked
-        with suppress(FileNotFoundError):
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = os.open(folder, os.O_RDONLY)
-            with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            is_there = folder.is_dir() and os.path.samestat(os.fstat(lock), folder.stat())
-            if is_there and not any(folder.iterdir()):
+        except FileNotFoundError:
+            # another process may have cleared it; or it is a place where nothing can be
+            if attempts_left:
+                continue
+            raise
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        # while this one waited it may have been published or cleared
+        if _is_open(lock, folder):
+            if not any(folder.iterdir()):
                 return lock
-            if is_there:
-                shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
+            # remains of a process that was killed
+            shutil.rmtree(folder)
+        os.close(lock)
+    raise OSError(f"{folder} could not be made: something is put into it again and again.")
+
+
+def _is_open(descriptor: int, folder: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), folder.stat())
+    return False
 
 
 def _remove_if_empty(folder: Path) -> None:

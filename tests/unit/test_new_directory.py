@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
@@ -159,3 +160,9 @@ def test_a_name_that_cannot_be_given_is_told_to_all_who_ask(tmp_path):
     for _ in range(2):
         with pytest.raises(FileNotFoundError):
             new.publish()
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a Linux place where no directory can be made")
+def test_a_place_where_nothing_can_be_is_told():
+    with pytest.raises(FileNotFoundError):
+        NewDirectory(Path("/proc/none/a.ckpt"))
