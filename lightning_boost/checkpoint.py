@@ -1,11 +1,11 @@
 """Checkpoints that do not know the layout: torch's distributed format under the names and shapes of one process.
 
-A checkpoint is a directory. It is written under another name and renamed when complete, so a directory that has the
-right name is whole. Nothing is unpickled but plain types and torch's own description of a checkpoint.
+A checkpoint is a directory that gets its name when it is complete. Nothing is unpickled but plain types and torch's own
+description of a checkpoint.
 """
 
+import io
 import pickle
-import shutil
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -31,8 +31,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_boost.checkpoint_reader import PlainPlanner, PlainReader, without_advice
 from lightning_boost.config import LlamaConfig, LowRankConfig, RopeScaling
-
-_UNFINISHED = ".unfinished"
+from lightning_boost.new_directory import NewDirectory, set_aside, unfinished
 
 TRAINER_STATE_FILE = "meta.pt"
 """Everything that is not a tensor of the model or of an optimizer; Lightning's name for it."""
@@ -77,6 +76,7 @@ class CheckpointSave:
         background_group: For a save in the background, a process group that nothing else communicates over.
 
     Raises:
+        OSError: If process 0 cannot write the rest; all processes raise.
         ValueError: If the rest holds something that loading would refuse.
     """
 
@@ -89,28 +89,28 @@ class CheckpointSave:
         background_group: ProcessGroup | None = None,
     ) -> None:
         self.path = path
-        self._unfinished = path.with_name(f".{path.name}{_UNFINISHED}")
-        self._is_first = dist.get_rank() == 0
-        self._is_published = False
-        outcome = [self._prepare(trainer_state) if self._is_first else None]
+        self._new: NewDirectory | None = None
+        """On process 0."""
+
+        outcome = [self._prepare(trainer_state) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(outcome)
         if outcome[0] is not None:
-            raise ValueError(outcome[0])
+            raise outcome[0]
         self._error: str | None = None
         self._future: Future[Any] | None = None
         plain = _plain_numbers(tensors)
         if background_group is None:
             try:
-                dcp.save(plain, checkpoint_id=self._unfinished)
+                dcp.save(plain, checkpoint_id=unfinished(path))
             except (CheckpointException, OSError) as error:
                 self._error = _cause(error)
             return
-        response = dcp.async_save(plain, checkpoint_id=self._unfinished, process_group=background_group)
+        response = dcp.async_save(plain, checkpoint_id=unfinished(path), process_group=background_group)
         assert isinstance(response, Future)
         self._future = response
-        if self._is_first:
+        if (new := self._new) is not None:
             # torch has the first process finish when all have written their shares
-            response.add_done_callback(lambda done: self._publish() if done.exception() is None else None)
+            response.add_done_callback(lambda done: new.discard() if done.exception() else new.publish())
 
     def finish(self) -> None:
         """Wait until it is complete, on every process.
@@ -122,32 +122,35 @@ class CheckpointSave:
             self._error = _cause(error)
         errors: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, self._error)
-        failed = next((error for error in errors if error is not None), None)
-        if self._is_first and failed is None:
-            self._publish()
-        elif self._is_first:
-            shutil.rmtree(self._unfinished, ignore_errors=True)
-        dist.barrier()
-        if failed is not None:
-            raise OSError(f"checkpoint {self.path} could not be written: {failed}. What was there before is untouched.")
+        outcome = [self._conclude(errors)]
+        dist.broadcast_object_list(outcome)
+        if outcome[0] is not None:
+            raise self._not_written(outcome[0])
 
-    def _prepare(self, trainer_state: dict[str, Any]) -> str | None:
-        """Make the directory and write what is no tensor; return what is wrong with it."""
-        # of a save that was killed
-        shutil.rmtree(self._unfinished, ignore_errors=True)
+    def _prepare(self, trainer_state: dict[str, Any]) -> Exception | None:
+        """Make the directory and write what is no tensor; return what is to be raised."""
         try:
-            self._unfinished.mkdir(parents=True)
-            error = _write_trainer_state(_plain_numbers(trainer_state), self._unfinished / TRAINER_STATE_FILE)
-        except (OSError, RuntimeError) as failure:
-            error = f"checkpoint {self.path} could not be written: {failure}"
-        if error is not None:
-            shutil.rmtree(self._unfinished, ignore_errors=True)
-        return error
+            self._new = NewDirectory(self.path)
+            _write_trainer_state(_plain_numbers(trainer_state), unfinished(self.path) / TRAINER_STATE_FILE)
+        except (OSError, ValueError) as error:
+            if self._new is not None:
+                self._new.discard()
+            return error if isinstance(error, ValueError) else self._not_written(_cause(error))
+        return None
 
-    def _publish(self) -> None:
-        if not self._is_published:
-            self._is_published = True
-            _publish(self._unfinished, self.path)
+    def _not_written(self, cause: str) -> OSError:
+        return OSError(f"checkpoint {self.path} could not be written: {cause}. What was there before is untouched.")
+
+    def _conclude(self, errors: list[str | None]) -> str | None:
+        """Give it its name if no process has failed; return the first failure."""
+        failed = next((error for error in errors if error is not None), None)
+        if self._new is None:
+            return failed
+        try:
+            self._new.publish() if failed is None else self._new.discard()
+        except OSError as error:
+            return _cause(error)
+        return failed
 
 
 def _cause(error: BaseException) -> str:
@@ -216,14 +219,15 @@ def existing_checkpoint(path: Path) -> Path:
     Raises:
         FileNotFoundError: If neither is a checkpoint.
     """
-    replaced = _replaced(path)
-    for candidate in (path, replaced):
+    # a name, also of "."
+    for candidate in (path, set_aside(path.absolute())):
         if (candidate / TRAINER_STATE_FILE).is_file():
             return candidate
     kind = "is a single file" if path.is_file() else "has no meta.pt" if path.is_dir() else "does not exist"
+    inside = [file.parent.name for file in path.glob(f"*/{TRAINER_STATE_FILE}")]
     raise FileNotFoundError(
         f"checkpoint {path} {kind}; strategy 'boost' loads the directories that it saves (Trainer.save_checkpoint,"
-        " ModelCheckpoint)."
+        f" ModelCheckpoint).{f' Those in it: {_some(inside)}.' if inside else ''}"
     )
 
 
@@ -268,17 +272,24 @@ def _some(names: Any) -> str:
     return ", ".join(listed[:5]) + more if listed else "nothing"
 
 
-def _write_trainer_state(trainer_state: dict[str, Any], path: Path) -> str | None:
-    """Write what is no tensor and read it again; return what is wrong with it."""
-    torch.save(trainer_state, path)
+def _write_trainer_state(trainer_state: dict[str, Any], path: Path) -> None:
+    """Write what is no tensor, and read it again.
+
+    Raises:
+        OSError: If it cannot be written.
+        ValueError: If it would not load.
+    """
+    content = io.BytesIO()
     try:
+        torch.save(trainer_state, content)
+        # by itself: torch's writer does not say why it could not
+        path.write_bytes(content.getvalue())
         read_trainer_state(path)
-    except ValueError as error:
-        return (
+    except (ValueError, RuntimeError, pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
             "the checkpoint would not load again: a module's hyper-parameters, a scheduler or a callback holds an"
             f" object that is no plain type. Keep plain types in save_hyperparameters and state_dict. ({error})"
-        )
-    return None
+        ) from None
 
 
 def read_trainer_state(path: Path) -> dict[str, Any]:
@@ -290,23 +301,7 @@ def read_trainer_state(path: Path) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals(_OWN_TYPES):
             trainer_state: dict[str, Any] = torch.load(path, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
+        # torch's reader fails with "Invalid argument" where a file is cut
         raise ValueError(f"{path} cannot be read: {without_advice(error)}") from None
     return trainer_state
-
-
-def _replaced(path: Path) -> Path:
-    return path.with_name(f".{path.name}.replaced")
-
-
-def _publish(unfinished: Path, path: Path) -> None:
-    """Give a complete checkpoint its name, and only then remove the one that had it."""
-    replaced = _replaced(path)
-    if path.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        path.rename(replaced)
-    unfinished.rename(path)
-    if replaced.is_dir() and not replaced.is_symlink():
-        shutil.rmtree(replaced)
-    else:
-        replaced.unlink(missing_ok=True)

@@ -35,7 +35,7 @@ _ALLOWED = {
 
 
 _TORCH_ADVICE = re.compile(
-    r"^Weights only load failed.*?WeightsUnpickler error:\s*(.*?)\s*(?:Check the documentation.*)?$", re.S
+    r"^Weights only load failed.*?WeightsUnpickler error:\s*(.*?)\s*(?:Please use .*|Check the documentation.*)?$", re.S
 )
 
 
@@ -80,6 +80,8 @@ class PlainReader(FileSystemReader):
             metadata = _DescriptionUnpickler(io.BytesIO(description)).load()
             if not isinstance(metadata, Metadata):
                 raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+        except PermissionError:
+            raise
         except Exception as error:
             # a damaged pickle fails in any way there is
             raise ValueError(f"the description of checkpoint {self.path} cannot be read: {error}") from None

@@ -20,6 +20,7 @@ from lightning_boost.commands.checkpoint import export, inspect_checkpoint, veri
 from lightning_boost.commands.parity import parity
 from lightning_boost.data_module import TextDataModule
 from lightning_boost.language_model import LowRankLanguageModel
+from lightning_boost.new_directory import set_aside
 from lightning_boost.strategy.boost import BoostParallelStrategy
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -103,11 +104,15 @@ class BoostCLI(LightningCLI):
                 strategy.check_before_start(self.trainer)
         except ValueError as error:
             self._refuse(error)
-        if checkpoint not in (None, "best", "last", "hpc", "registry") and not Path(checkpoint).is_dir():
+        if checkpoint not in (None, "best", "last", "hpc", "registry") and not _is_there(Path(checkpoint)):
             is_file = "is a single file, and must be a directory that this strategy saved"
             self._refuse(f"ckpt_path ({checkpoint}) {is_file if Path(checkpoint).exists() else 'does not exist'}.")
 
     before_fit = before_validate = before_test = before_predict = _check
+
+
+def _is_there(checkpoint: Path) -> bool:
+    return checkpoint.is_dir() or set_aside(checkpoint).is_dir()
 
 
 def _cause(message: str) -> str:

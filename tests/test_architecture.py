@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "lightning_boost"
 
 FLOORS = (
-    {"config", "mesh", "kernels", "options"},
+    {"config", "mesh", "kernels", "options", "new_directory"},
     {"collectives", "cost", "model", "data", "interchange"},
     {"layout"},
     {"tensor_parallel", "pipeline_parallel", "data_parallel", "random_streams", "recompute", "gradients"}

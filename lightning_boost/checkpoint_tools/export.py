@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_boost.checkpoint_tools.safetensors_format import DTYPES, Entry, write_safetensors
 from lightning_boost.checkpoint_tools.stored import MODEL_PREFIX, StoredCheckpoint, StoredTensor
 from lightning_boost.checkpoint_tools.summary import natural_order
+from lightning_boost.new_directory import NewDirectory, unfinished
 from lightning_boost.strategy.run_state import saved_ties
 
 _SINGLE = "model.safetensors"
@@ -53,14 +54,14 @@ def export_checkpoint(
     """
     stored = StoredCheckpoint(path, check_sums=True)
     stored.check_files()
+    if stored.path.resolve() in out.resolve().parents:
+        raise ValueError(f"{out} lies inside the checkpoint, and would be removed with it. Choose another place.")
     _check_out(out, overwrite=overwrite)
     tensors, left_out = _tensors_to_export(stored)
     total = sum(tensor.num_bytes for tensor in tensors.values())
-    unfinished = out.with_name(f".{out.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    new = NewDirectory(out)
     try:
-        _check_room(unfinished, total)
+        _check_room(out.parent, total)
         done = 0
 
         def read(name: str) -> Tensor:
@@ -73,11 +74,11 @@ def export_checkpoint(
             on_bytes(done, total)
             return whole
 
-        files = _write(unfinished, tensors, max_shard_bytes, read)
-        _publish(unfinished, out)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+        files = _write(unfinished(out), tensors, max_shard_bytes, read)
+        new.publish()
+    finally:
+        # what has its name by now stays
+        new.discard()
     return Export(files, len(tensors), total, left_out)
 
 
@@ -112,7 +113,7 @@ def _is_ours(name: str) -> bool:
 def _check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ValueError(f"the export takes {needed:,} bytes, and {free:,} are free at {folder.parent}.")
+        raise ValueError(f"the export takes {needed:,} bytes, and {free:,} are free at {folder}.")
 
 
 def _tensors_to_export(stored: StoredCheckpoint) -> tuple[dict[str, StoredTensor], list[str]]:
@@ -155,12 +156,3 @@ def _shards(entries: list[Entry], max_shard_bytes: int) -> list[list[Entry]]:
             shards.append([])
         shards[-1].append(entry)
     return shards
-
-
-def _publish(unfinished: Path, out: Path) -> None:
-    replaced = out.with_name(f".{out.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if out.exists():
-        out.rename(replaced)
-    unfinished.rename(out)
-    shutil.rmtree(replaced, ignore_errors=True)

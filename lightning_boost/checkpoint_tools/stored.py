@@ -105,7 +105,10 @@ class StoredCheckpoint:
         """
         file = self.path / TRAINER_STATE_FILE
         if self._check_sums:
-            _check_sums(io.BytesIO(file.read_bytes()))
+            try:
+                _check_sums(io.BytesIO(file.read_bytes()))
+            except ValueError as error:
+                raise ValueError(f"{file} {error}") from None
         return read_trainer_state(file)
 
     @property

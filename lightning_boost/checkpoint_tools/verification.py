@@ -37,12 +37,13 @@ def verify_checkpoint(path: Path, on_bytes: Callable[[int, int], None] = lambda 
         on_bytes: Told how many bytes were read, of how many.
 
     Raises:
-        FileNotFoundError: If ``path`` is no directory.
+        FileNotFoundError: If nothing at ``path`` looks like a checkpoint.
+        PermissionError: If a file may not be read, which says nothing of what it holds.
     """
     try:
         stored = StoredCheckpoint(path, check_sums=True)
     except FileNotFoundError:
-        if not path.is_dir():
+        if not (path / ".metadata").is_file():
             raise
         return Verification(0, 0, 0, [Fault(TRAINER_STATE_FILE, "is missing")])
     except ValueError as error:
@@ -71,6 +72,8 @@ def _faults_of_values(stored: StoredCheckpoint, damaged: set[str]) -> list[Fault
         try:
             if not stored.files_of(key) & damaged:
                 stored.read_other(key)
+        except PermissionError:
+            raise
         except (ValueError, OSError) as error:
             faults.append(Fault(key, str(error)))
     return faults
@@ -82,6 +85,8 @@ def _fault_of(stored: StoredCheckpoint, tensor: StoredTensor, damaged: set[str])
         if stored.files_of(tensor.key) & damaged:
             return None
         return _not_finite(stored.read_tensor(tensor))
+    except PermissionError:
+        raise
     except (ValueError, OSError) as error:
         return str(error)
 

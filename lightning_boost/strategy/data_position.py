@@ -52,6 +52,9 @@ class _WithPosition(DataLoader[Any]):
     states_at_start: RandomStates
     """Random numbers as they were before the present iteration."""
 
+    had_workers: bool
+    """Whether persistent workers were there before the present iteration, and drew no seed for it."""
+
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         device = self.numbers.device
@@ -59,7 +62,7 @@ class _WithPosition(DataLoader[Any]):
         is_training = self.trains and self.trainer.training
         if is_training and self.resume is None:
             epoch: int = self.trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
-            self.__dict__.update(epoch=epoch, states_at_start=present)
+            self.__dict__.update(epoch=epoch, states_at_start=present, had_workers=self._iterator is not None)
             return iter(super().__iter__())
         batches = self._rest_of_epoch(self.resume) if is_training and self.resume else super().__iter__()
         set_random_states(present, device)
@@ -70,7 +73,12 @@ class _WithPosition(DataLoader[Any]):
         # an iteration draws its workers' seed, and a sampler may draw its order, when it begins
         is_new_epoch = position["num_batches"] == 0 and self.numbers.next is not None
         states = self.numbers.next if is_new_epoch else position["states_at_start"]
-        self.__dict__.update(resume=None, epoch=position["epoch"], states_at_start=states)
+        self.__dict__.update(
+            resume=None, epoch=position["epoch"], states_at_start=states, had_workers=position["had_workers"]
+        )
+        if self.had_workers and self._iterator is None:
+            # starts them, which draws their seed; the iteration is begun anew below
+            super().__iter__()
         set_random_states(self.states_at_start, self.numbers.device)
         for sampler in (self.sampler, self.batch_sampler):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
@@ -92,6 +100,7 @@ class _WithPosition(DataLoader[Any]):
             "batch_size": self.batch_size,
             "num_replicas": self._num_replicas,
             "states_at_start": self.states_at_start,
+            "had_workers": self.had_workers or (is_finished and self._iterator is not None),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -106,11 +115,11 @@ class _WithPosition(DataLoader[Any]):
                 f"The checkpoint was saved with {before} replicas, and there are {now}: a stream is dealt out to them"
                 " otherwise, so some samples come twice and some not at all."
             )
-        if self.persistent_workers:
+        if state["had_workers"]:
             rank_zero_warn(
-                "A run goes on with persistent_workers: an order that a sampler draws from the common random numbers"
-                " may differ from the uninterrupted run's. Set persistent_workers=False, or give the sampler a"
-                " generator."
+                "A run goes on that had persistent_workers: samples come in the uninterrupted run's order, but random"
+                " numbers that are drawn in workers, as for augmentation, are others. persistent_workers=False draws"
+                " the same."
             )
         num_batches = state["num_batches"]
         if self.batch_size and state["batch_size"]:
@@ -124,7 +133,8 @@ class _WithPosition(DataLoader[Any]):
                 )
         if num_batches != state["num_batches"]:
             _recount(self.trainer, num_batches)
-        self.__dict__["resume"] = {**state, "num_batches": num_batches}
+        had_workers = state["had_workers"] and self.persistent_workers
+        self.__dict__["resume"] = {**state, "num_batches": num_batches, "had_workers": had_workers}
 
     @property
     def _num_replicas(self) -> int:

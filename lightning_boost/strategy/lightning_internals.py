@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_random_states
 from lightning.fabric.utilities.seed import _set_rng_states as restore_random_states
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import ClusterEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
@@ -32,6 +34,7 @@ __all__ = [
     "collect_random_states",
     "default_store",
     "detects_anomalies",
+    "link_by",
     "restore_random_states",
     "without_recorded_names",
 ]
@@ -203,6 +206,11 @@ def _nothing() -> None:
 def detects_anomalies(trainer: Trainer) -> bool:
     """Return whether a Trainer was given ``detect_anomaly=True``."""
     return trainer._detect_anomaly
+
+
+def link_by(callback: ModelCheckpoint, link: Callable[[Path, Path], None]) -> None:
+    """Have ``link(path, target)`` called where a callback with ``save_last="link"`` would make a link at once."""
+    callback.__dict__["_link_checkpoint"] = lambda trainer, target, path: link(Path(path), Path(target))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -17,8 +18,10 @@ from typing_extensions import override
 
 from lightning_boost import checkpoint as checkpoints
 from lightning_boost.mesh import DATA_AXIS
+from lightning_boost.new_directory import link, remove
 from lightning_boost.strategy.arrivals import await_all_to_save
 from lightning_boost.strategy.data_position import correct_epochs, keep_position
+from lightning_boost.strategy.lightning_internals import link_by
 from lightning_boost.strategy.random_numbers import TrainingRandomNumbers
 from lightning_boost.strategy.recipe import add_recipe, recipe_of, report_differences
 from lightning_boost.strategy.run_state import add_replicas, add_ties, take_replica
@@ -39,9 +42,14 @@ class ResumableStrategy(ModelParallelStrategy):
     _saving: checkpoints.CheckpointSave | None = None
 
     @cached_property
-    def _outdated(self) -> list[Any]:
+    def _outdated(self) -> list[Path]:
         """Checkpoints to remove once the present save is complete."""
         return []
+
+    @cached_property
+    def _links(self) -> dict[Path, Path]:
+        """Names of ``save_last="link"``, and what each is to lead to once the present save is complete."""
+        return {}
 
     @property
     def _module(self) -> LightningModule:
@@ -64,6 +72,8 @@ class ResumableStrategy(ModelParallelStrategy):
     def on_train_start(self) -> None:
         """Go on with the random numbers of the run that was saved."""
         self.random_numbers.begin()
+        for callback in self._linking_callbacks:
+            link_by(callback, self._link)
 
     @override
     def on_validation_start(self) -> None:
@@ -120,21 +130,36 @@ class ResumableStrategy(ModelParallelStrategy):
             OSError: If it could not be written.
         """
         saving, self._saving = self._saving, None
-        outdated = list(self._outdated)
+        links, outdated = dict(self._links), list(self._outdated)
         # forgotten first: where the new one fails, the old ones are all there is
+        self._links.clear()
         self._outdated.clear()
         if saving is not None:
             saving.finish()
-        for path in outdated:
-            super().remove_checkpoint(path)
+        if self.is_global_zero:
+            for path, target in links.items():
+                link(path, target)
+            for path in outdated:
+                remove(path)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, but not before one that is being written in its place is complete."""
-        if self._saving is not None:
-            self._outdated.append(filepath)
-        else:
-            super().remove_checkpoint(filepath)
+        """Remove a checkpoint, but not before one that is being written in its place is complete and linked to."""
+        self._outdated.append(_local_path(filepath))
+        if self._saving is None and not self._linking_callbacks:
+            self.finish_saving()
+
+    def _link(self, path: Path, target: Path) -> None:
+        """Have a name lead to a checkpoint once it is complete."""
+        if path.absolute() != target.absolute():
+            self._links[path] = target
+        if self._saving is None:
+            self.finish_saving()
+
+    @property
+    def _linking_callbacks(self) -> list[ModelCheckpoint]:
+        callbacks: list[Any] = getattr(self._module.trainer, "checkpoint_callbacks", [])
+        return [each for each in callbacks if isinstance(each, ModelCheckpoint) and each.save_last == "link"]
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

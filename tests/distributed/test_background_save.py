@@ -9,6 +9,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemWriter
 
 from lightning_boost import BoostParallelStrategy
+from lightning_boost.new_directory import remove
+from lightning_boost.strategy import resumable
 from tests.models import whole
 from tests.processes import run_processes
 from tests.users_module import UsersModule, loader, trainer_for
@@ -66,7 +68,7 @@ def test_what_is_written_is_the_state_as_the_save_was_asked_for(tmp_path, tensor
     assert [losses for losses, _, _ in going_on] == [losses for losses, _, _ in waiting]
     assert all(same for _, _, same in (*waiting, *going_on))
     assert waiting[0][1][0] == ["a.ckpt"]
-    assert going_on[0][1][0] == [".a.ckpt.unfinished"]
+    assert going_on[0][1][0] == [".unfinished"]
     assert [entry.name for entry in folders[1].iterdir()] == ["a.ckpt"]
 
 
@@ -82,13 +84,13 @@ def _keep_best(folder):
     strategy = BoostParallelStrategy(2, save_in_background=True)
     callback = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=1, monitor="number", mode="max")
     trainer = trainer_for(strategy=strategy, enable_checkpointing=True, callbacks=[callback])
-    remove, others = strategy.checkpoint_io.remove_checkpoint, []
+    others = []
 
     def noting(path):
-        others.append([entry.name for entry in folder.glob("*.ckpt") if str(entry) != str(path)])
+        others.append([entry.name for entry in folder.glob("*.ckpt") if entry != path])
         remove(path)
 
-    strategy.checkpoint_io.remove_checkpoint = noting
+    resumable.remove = noting
     trainer.fit(_Improving(), loader(num_batches=4))
     dist.barrier()
     return others, [entry.name for entry in folder.iterdir()]

@@ -68,14 +68,16 @@ class _Unsafe(UsersModule):
         self.save_hyperparameters({"generator": random.Random(1)})
 
 
-def test_hyper_parameters_that_would_not_load_are_refused_when_saved(tmp_path):
-    for error in run_processes(_save_on_first, 2, tmp_path / "a.ckpt"):
+class _Unpicklable(UsersModule):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["activation"] = lambda hidden: hidden
+
+
+@pytest.mark.parametrize("make_module", [_Unsafe, _Unpicklable])
+def test_what_would_not_load_is_refused_when_saved(tmp_path, make_module):
+    for error in run_processes(_save, 2, tmp_path / "a.ckpt", make_module):
         assert "the checkpoint would not load again" in error
     assert not list(tmp_path.iterdir())
-
-
-def _save_on_first(path):
-    return _save(path, _Unsafe)
 
 
 class _Runs:
@@ -100,7 +102,7 @@ def test_a_description_that_would_run_code_is_refused(tmp_path):
 
 def test_a_save_that_was_killed_between_its_renames_still_loads(tmp_path):
     run_processes(_save, 2, tmp_path / "a.ckpt")
-    (tmp_path / "a.ckpt").rename(tmp_path / ".a.ckpt.replaced")
+    (tmp_path / "a.ckpt").rename(tmp_path / "a.replaced.ckpt")
     assert run_processes(_load, 2, tmp_path / "a.ckpt") == ["", ""]
     run_processes(_save, 2, tmp_path / "a.ckpt")
     run_processes(_save, 2, tmp_path / "a.ckpt")

@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -241,3 +242,76 @@ def test_a_value_that_would_run_code_is_named_and_not_run(saved, tmp_path):
     assert list(faults) == [index.fqn]
     assert "cannot be read: Unsupported global: GLOBAL" in faults[index.fqn]
     assert not marker.exists()
+
+
+# ---- all of them
+
+ACTIONS = ("inspect", "verify", "export")
+
+
+def _read(capsys, action, path):
+    """Return the exit code and all that is said, by a command that reads the trainer's state."""
+    code, output, error = _command(capsys, action, path, *[path.parent / "out"] * (action == "export"))
+    return code, output + error
+
+
+class _Runs:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return open, (str(self.marker), "w")
+
+
+@pytest.mark.parametrize("write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value, 2))])
+@pytest.mark.parametrize("action", ACTIONS)
+def test_no_command_runs_what_a_trainers_state_names(saved, tmp_path, capsys, action, write):
+    """known_failures A02; nor advises to."""
+    write(_Runs(tmp_path / "ran"), saved / "meta.pt")
+    code, said = _read(capsys, action, saved)
+    assert code == (1 if action == "verify" else 2)
+    assert "meta.pt" in said
+    assert "safe_globals" not in said
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_cut_trainers_state_is_named(saved, capsys, action):
+    (saved / "meta.pt").write_bytes((saved / "meta.pt").read_bytes()[:-100])
+    assert str(saved / "meta.pt") in _read(capsys, action, saved)[1]
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_directory_of_checkpoints_is_none_and_what_is_in_it_is_named(saved, capsys, action):
+    code, said = _read(capsys, action, saved.parent)
+    assert code == 2
+    assert "has no meta.pt" in said
+    assert "Those in it: a.ckpt." in said
+
+
+def test_a_checkpoint_may_be_the_present_directory(saved, capsys, monkeypatch):
+    monkeypatch.chdir(saved)
+    assert _command(capsys, "verify", ".")[0] == 0
+
+
+@pytest.mark.parametrize("name", [".metadata", "meta.pt", "__0_0.distcp"])
+def test_what_may_not_be_read_is_not_called_damaged(saved, capsys, monkeypatch, name):
+    def opened(path, *arguments, **options):
+        # root may read everything
+        if path == saved / name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return open(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", opened)
+    code, output, error = _command(capsys, "verify", saved)
+    assert code == 2
+    assert f"Permission denied: '{saved / name}'" in error
+    assert "DAMAGED" not in output
+
+
+def test_one_is_not_written_into_another(saved, capsys):
+    code, _, error = _command(capsys, "export", saved, saved / "weights")
+    assert code == 2
+    assert "lies inside the checkpoint" in error
+    assert not (saved / "weights").exists()

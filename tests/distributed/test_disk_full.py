@@ -9,19 +9,20 @@ from lightning_boost import BoostParallelStrategy
 from tests.processes import run_processes
 from tests.users_module import UsersModule, loader, trainer_for
 
-LIMIT_BYTES = 100_000
-"""Less than a share, more than meta.pt."""
+LIMITS = {"a share": 100_000, "meta.pt": 2_000}
+"""Bytes: less than what cannot be written, and more than what is written before."""
 
 
-def _save_with_little_room(folder, failing):
+def _save_with_little_room(folder, failing, limit):
     module = UsersModule()
     trainer = trainer_for(strategy=BoostParallelStrategy(2))
     trainer.fit(module, loader(num_batches=1))
     path = folder / "a.ckpt"
     trainer.save_checkpoint(path)
-    assert min(shard.stat().st_size for shard in path.glob("*.distcp")) > LIMIT_BYTES
+    assert min(shard.stat().st_size for shard in path.glob("*.distcp")) > LIMITS["a share"]
+    assert LIMITS["meta.pt"] < (path / "meta.pt").stat().st_size < LIMITS["a share"]
     if dist.get_rank() == failing:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT_BYTES, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     message = ""
     try:
         trainer.save_checkpoint(path)
@@ -34,13 +35,16 @@ def _save_with_little_room(folder, failing):
     return message, left
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_full_disk_is_told_by_all_and_harms_nothing(tmp_path, failing):
+@pytest.mark.parametrize(("failing", "what"), [(0, "a share"), (1, "a share"), (0, "meta.pt")])
+def test_a_full_disk_is_told_by_all_and_harms_nothing(tmp_path, failing, what):
     """known_failures A65."""
-    results = run_processes(_save_with_little_room, 2, tmp_path, failing, timeout=60)
+    results = run_processes(_save_with_little_room, 2, tmp_path, failing, LIMITS[what], timeout=60)
     assert results[0] == results[1]
     message, left = results[0]
-    assert f"checkpoint {tmp_path / 'a.ckpt'} could not be written: " in message
+    assert (
+        f"checkpoint {tmp_path / 'a.ckpt'} could not be written: process {failing} says OSError: [Errno 27]" in message
+    )
+    assert message.endswith("What was there before is untouched.")
     assert left == ["a.ckpt"]
     assert (tmp_path / "b.ckpt").is_dir()
 
@@ -48,7 +52,7 @@ def test_a_full_disk_is_told_by_all_and_harms_nothing(tmp_path, failing):
 def _save_below_a_file(path):
     trainer = trainer_for(strategy=BoostParallelStrategy(2))
     trainer.fit(UsersModule(), loader(num_batches=1))
-    with pytest.raises(ValueError, match="could not be written: .*Not a directory"):
+    with pytest.raises(OSError, match="could not be written: process 0 says .*Not a directory"):
         trainer.save_checkpoint(path)
 
 

@@ -21,14 +21,17 @@ LONGEST_DELAY = 0.3
 """Seconds from a round's first save until the kill: several saves, each of which is most of its step."""
 
 
-class _SavesOverItself(Callback):
-    """Saves each step under the same name, as ``save_last`` does."""
+WAYS = ("step", "last", "link")
+"""How runs save: each step under its own name, over the one before, or that under a link, in the background."""
 
-    def __init__(self, path):
-        self.path = path
 
-    def on_train_batch_end(self, trainer, *_):
-        trainer.save_checkpoint(self.path)
+def _saving(folder, way):
+    options = {
+        "step": {"save_top_k": -1},
+        "last": {"save_top_k": 0, "save_last": True},
+        "link": {"save_top_k": 1, "save_last": "link"},
+    }
+    return ModelCheckpoint(folder, "{step}", every_n_train_steps=1, enable_version_counter=False, **options[way])
 
 
 class _IsKilled(Callback):
@@ -49,37 +52,30 @@ class _IsKilled(Callback):
 
 
 def _newest(folder):
-    """Return the newest complete checkpoint; what is unfinished has another name."""
-    # a replaced checkpoint is found under the name of the one that was to take its place
-    names = {entry.name.removeprefix(".").removesuffix(".replaced") for entry in folder.glob("*")}
-    complete = [name for name in names if name.endswith(".ckpt")]
-    return folder / max(complete, key=lambda name: int(name.partition("=")[2].partition(".")[0] or 0), default="none")
+    """Return the newest complete checkpoint, as its name says."""
+    return max(folder.glob("*.ckpt"), key=lambda path: int(path.stem.removeprefix("step=")), default=None)
 
 
-def _train(folder, processes, over_itself, victims=(), delay=0.0):
+def _train(folder, processes, way, victims=(), delay=0.0):
     torch.manual_seed(0)
     module = UsersModule()
-    if over_itself:
-        saving = _SavesOverItself(folder / "last.ckpt")
-    else:
-        saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = trainer_for(
-        strategy=BoostParallelStrategy(processes),
+        strategy=BoostParallelStrategy(processes, save_in_background=way == "link"),
         max_steps=STEPS,
         max_epochs=-1,
-        enable_checkpointing=not over_itself,
-        callbacks=[_IsKilled(victims, delay), saving],
+        enable_checkpointing=True,
+        callbacks=[_IsKilled(victims, delay), _saving(folder, way)],
     )
-    newest = _newest(folder)
-    trainer.fit(module, loader(), ckpt_path=newest if newest.name != "none" else None)
+    # where none is there yet, "last" is none
+    trainer.fit(module, loader(), ckpt_path=_newest(folder) if way == "step" else "last")
     return trainer.global_step, {name: whole(weight).detach().numpy() for name, weight in module.named_parameters()}
 
 
-def _kill(folder, over_itself, generator):
+def _kill(folder, way, generator):
     """Go on, and kill one process or both; return whether the run came to its end before."""
     victims = generator.choice([(0,), (1,), (0, 1)])
     try:
-        run_processes(_train, 2, folder, 2, over_itself, victims, generator.uniform(0, LONGEST_DELAY))
+        run_processes(_train, 2, folder, 2, way, victims, generator.uniform(0, LONGEST_DELAY))
     except RuntimeError:
         return False
     return True
@@ -87,7 +83,7 @@ def _kill(folder, over_itself, generator):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    return run_processes(_train, 2, tmp_path_factory.mktemp("uninterrupted"), 2, True)[0]
+    return run_processes(_train, 2, tmp_path_factory.mktemp("uninterrupted"), 2, "last")[0]
 
 
 @pytest.mark.parametrize(
@@ -98,15 +94,15 @@ def test_a_run_that_is_killed_goes_on_to_the_same_weights(tmp_path, expected, se
     generator = random.Random(seed)
     num_runs = killed = 0
     while killed < kills:
-        folder, over_itself = tmp_path / str(num_runs), num_runs % 2 == 1
+        folder, way = tmp_path / str(num_runs), WAYS[num_runs % len(WAYS)]
         num_runs += 1
         # a few kills for each run, so that several are compared at their end
-        for _ in range(min(10, kills - killed)):
-            if _kill(folder, over_itself, generator):
+        for _ in range(min(7, kills - killed)):
+            if _kill(folder, way, generator):
                 break
             killed += 1
-        for step, weights in run_processes(_train, 2, folder, 2, over_itself):
+        for step, weights in run_processes(_train, 2, folder, 2, way):
             assert step == STEPS
             for name, weight in expected[1].items():
                 assert weights[name] == pytest.approx(weight, rel=1e-6, abs=1e-7), name
-    assert num_runs > 1
+    assert num_runs >= len(WAYS)

@@ -1,12 +1,19 @@
 """Lightning's ``ModelCheckpoint`` over directories: which are kept, and which ``"last"`` and ``"best"`` mean."""
 
+import os
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.checkpoint import FileSystemWriter
 
 from lightning_boost import BoostParallelStrategy
 from lightning_boost.checkpoint_tools.stored import StoredCheckpoint
 from lightning_boost.checkpoint_tools.verification import verify_checkpoint
+from lightning_boost.new_directory import remove
+from lightning_boost.strategy import resumable
 from tests.processes import run_processes
 from tests.users_module import UsersModule, loader, trainer_for
 
@@ -60,6 +67,64 @@ def test_last_goes_on_on_any_layout(tmp_path, first, second):
         assert verify_checkpoint(entry).faults == []
     steps = {name: StoredCheckpoint(tmp_path / "a" / name).trainer_state["global_step"] for name in files}
     assert steps == {"epoch=1.ckpt": 8, "epoch=2.ckpt": 12, "last.ckpt": 16}
+
+
+class _NotingLinks(_Watched):
+    """Notes, as each step begins, which step the link leads to: none, or a checkpoint that is whole."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.link, self.steps = folder / "last.ckpt", []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        there = os.path.lexists(self.link)
+        self.steps.append(StoredCheckpoint(self.link).trainer_state["global_step"] if there else None)
+
+
+def _write_slowly():
+    write = FileSystemWriter.write_data
+
+    def slowly(self, *arguments):
+        time.sleep(0.3)
+        return write(self, *arguments)
+
+    FileSystemWriter.write_data = slowly
+
+
+def _linked(folder, in_background, resume):
+    def checked(path):
+        assert (folder / "last.ckpt").resolve() != path
+        remove(path)
+
+    resumable.remove = checked
+    if in_background:
+        _write_slowly()
+    torch.manual_seed(0)
+    module = _NotingLinks(folder)
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_last="link", enable_version_counter=False)
+    strategy = BoostParallelStrategy(2, save_in_background=in_background)
+    max_steps = 6 if resume else 4
+    trainer = trainer_for(
+        strategy=strategy, max_steps=max_steps, max_epochs=-1, enable_checkpointing=True, callbacks=[saving]
+    )
+    trainer.fit(module, loader(), ckpt_path=resume)
+    return module.losses, module.steps
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_link_leads_to_the_newest_that_is_complete(tmp_path, in_background):
+    """known_failures A62, A64: one that is not complete yet is not linked to, nor is the one before removed."""
+    losses, steps = run_processes(_linked, 2, tmp_path, in_background, None)[0]
+    assert len(losses) == 4
+    if not in_background:
+        assert steps == [None, 1, 2, 3]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["last.ckpt", "step=4.ckpt"]
+    assert (tmp_path / "last.ckpt").readlink() == Path("step=4.ckpt")
+    more, steps = run_processes(_linked, 2, tmp_path, in_background, "last")[0]
+    assert len(more) == 2
+    assert steps[0] == 4
+    assert (tmp_path / "last.ckpt").resolve() == tmp_path / "step=6.ckpt"
+    assert verify_checkpoint(tmp_path / "last.ckpt").faults == []
 
 
 def _best(folder, tensor):

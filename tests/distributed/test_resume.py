@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import warnings
 
 import pytest
 import torch
@@ -121,6 +122,48 @@ def test_one_loader_may_serve_training_and_validation():
     shared, apart = (run_processes(_orders, 1, shares)[0] for shares in (True, False))
     assert shared == apart
     assert shared[:6] != shared[6:12] != shared[12:]
+
+
+class _Still(_Numbered):
+    """Draws nothing in workers."""
+
+    def __getitem__(self, index):
+        tokens = torch.full((8,), index % VOCAB)
+        return {"input_ids": tokens, "labels": tokens, "number": torch.tensor(index)}
+
+
+def _with_workers(path, persistent, augments, resume):
+    multiprocessing.process.current_process()._config["daemon"] = False
+    seed_everything(3, verbose=False)
+    module = _Noting()
+    saving = ModelCheckpoint(path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = trainer_for(
+        max_epochs=3,
+        use_distributed_sampler=False,
+        strategy=BoostParallelStrategy(1),
+        enable_checkpointing=True,
+        callbacks=[saving],
+    )
+    samples = _Numbered() if augments else _Still()
+    loader = DataLoader(samples, batch_size=8, shuffle=True, num_workers=2, persistent_workers=persistent)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader, ckpt_path=resume)
+    warned = any("random numbers that are drawn in workers" in str(warning.message) for warning in caught)
+    return module.seen, module.losses, warned
+
+
+@pytest.mark.parametrize(("persistent", "augments"), [(False, True), (True, False)])
+def test_a_loader_with_workers_goes_on_as_if_it_had_not_been_interrupted(tmp_path, persistent, augments):
+    """In the first epoch of 6 steps, at its end and in the second; workers that live on draw their seed once."""
+    whole, losses, warned = run_processes(_with_workers, 1, tmp_path / "a", persistent, augments, None)[0]
+    assert not warned
+    for step in (2, 6, 8):
+        path = tmp_path / "a" / f"step={step}.ckpt"
+        rest, *numbers = run_processes(_with_workers, 1, tmp_path / "b", persistent, augments, path)[0]
+        assert rest == whole[step:], step
+        assert numbers[0] == pytest.approx(losses[step:], rel=1e-5), step
+        assert numbers[1] == (persistent and step >= 6)
 
 
 def _two_loaders(path, resume):

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_boost import cli
 from lightning_boost.cli import main
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -65,3 +66,9 @@ def test_a_wrong_value_of_a_command_is_told_in_one_sentence(capsys):
 
 def test_a_wrong_option_of_a_command_is_told_with_the_nearest(capsys):
     assert "Did you mean 'kind'?" in _error(capsys, "parity", "--kin", "svd")
+
+
+def test_a_checkpoint_that_was_being_replaced_is_there_under_its_name(tmp_path):
+    (tmp_path / "a.replaced.ckpt").mkdir()
+    assert cli._is_there(tmp_path / "a.ckpt")
+    assert not cli._is_there(tmp_path / "b.ckpt")
