@@ -1,6 +1,6 @@
 """What a model on a pipeline returns: outputs of all micro-batches put together, or a loss in the model's form."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,21 +33,6 @@ def _only_loss(name: str | int) -> str:
         f"a model on a pipeline gives its loss alone where it is called with labels, and {name!r} was asked for. Call"
         " it without labels, under torch.no_grad(), for its other outputs."
     )
-
-
-def loss_of(output: Any) -> Tensor | None:
-    """Return the loss of what a model returned when called with labels; ``None`` if there is none.
-
-    Args:
-        output: The loss; or an object or mapping that has it as ``loss``; or a tuple or list that begins with it.
-    """
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    elif isinstance(output, tuple | list):
-        loss = output[0] if output else None
-    else:
-        loss = getattr(output, "loss", output)
-    return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
 
 
 def merge_outputs(outputs: Sequence[Any], microbatches: Microbatches) -> Any:

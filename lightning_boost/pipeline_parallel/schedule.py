@@ -19,10 +19,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from typing_extensions import override
 
 from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS
+from lightning_boost.model.loss import loss_of
 from lightning_boost.pipeline_parallel.commit import Commit, gradients_set_aside
 from lightning_boost.pipeline_parallel.microbatches import Microbatches, bind, cut_batch
 from lightning_boost.pipeline_parallel.options import PipelineOptions
-from lightning_boost.pipeline_parallel.outputs import LossOutput, loss_of, map_tensors, merge_outputs
+from lightning_boost.pipeline_parallel.outputs import LossOutput, map_tensors, merge_outputs
 from lightning_boost.pipeline_parallel.stage import Stage
 
 _KEPT_SHAPES = 4

@@ -8,9 +8,10 @@ import torch
 
 from lightning_boost.config import IGNORED_LABEL
 from lightning_boost.layout import find_decoder
+from lightning_boost.model.loss import loss_of
 from lightning_boost.pipeline_parallel.microbatches import bind, cut_batch
 from lightning_boost.pipeline_parallel.options import PipelineOptions
-from lightning_boost.pipeline_parallel.outputs import LossOutput, loss_of, map_tensors, merge_outputs
+from lightning_boost.pipeline_parallel.outputs import LossOutput, map_tensors, merge_outputs
 from lightning_boost.pipeline_parallel.split import check_pipeline, given_layers, layer_costs, split_layers
 from tests.models import masked_batch, meta_model, small_config
 
