@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from typing_extensions import override
 
 from lightning_boost.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS
-from lightning_boost.model.loss import count_valid, loss_of, next_tokens, with_loss
+from lightning_boost.model.loss import count_valid, loss_of, next_tokens, with_loss, with_some_valid
 
 DataAxis = Literal["replicate", "shard", "hybrid"]
 """``replicate``: whole parameters on every replica; ``shard``: each holds a share and gathers a layer while it runs;
@@ -93,15 +93,23 @@ class TokenWeights:
     def attach(self, model: nn.Module) -> None:
         """Weigh the loss that a model returns when it is called with ``labels``."""
         signature = inspect.signature(model.forward)
+        given: list[Tensor] = []
 
-        def weigh(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            labels = kwargs.get("labels", signature.bind_partial(*args).arguments.get("labels"))
-            loss = loss_of(output)
-            if loss is None or not isinstance(labels, Tensor):
-                return output
-            return with_loss(output, self.weighted(loss, labels))
+        def keep_labels(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given.clear()
+            arguments = signature.bind_partial(*args).arguments | kwargs
+            labels = arguments.get("labels")
+            if not isinstance(labels, Tensor) or not torch.is_grad_enabled():
+                return args, kwargs
+            given.append(labels)
+            return (), arguments | {"labels": with_some_valid(labels)}
 
-        model.register_forward_hook(weigh, with_kwargs=True)
+        def weigh(_: nn.Module, __: Any, output: Any) -> Any:
+            loss = loss_of(output) if given else None
+            return output if loss is None else with_loss(output, self.weighted(loss, given.pop()))
+
+        model.register_forward_pre_hook(keep_labels, with_kwargs=True)
+        model.register_forward_hook(weigh)
 
 
 class TokenWeightedLoss(nn.Module):

@@ -57,6 +57,14 @@ def count_valid(targets: Tensor) -> Tensor:
     return (targets != IGNORED_LABEL).sum()
 
 
+def with_some_valid(labels: Tensor) -> Tensor:
+    """Return labels ``[B, T]``, or token 0 everywhere if none is valid.
+
+    Their mean loss is to weigh nothing then, and must be a number for that.
+    """
+    return torch.where(count_valid(next_tokens(labels)) > 0, labels, 0)
+
+
 def loss_of(output: Any) -> Tensor | None:
     """Return the loss of what a model returned when called with labels; ``None`` if there is none.
 

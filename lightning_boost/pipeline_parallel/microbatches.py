@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_boost.config import IGNORED_LABEL
-from lightning_boost.model.loss import count_valid, next_tokens
+from lightning_boost.model.loss import count_valid, next_tokens, with_some_valid
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,11 @@ def cut_batch(arguments: Mapping[str, Any], count: int) -> Microbatches:
         for name, value in arguments.items()
     }
     parts = [{name: values[number] for name, values in cut.items()} for number in range(count)]
-    labels = [part["labels"] for part in parts if isinstance(part.get("labels"), Tensor)]
-    num_valid = [count_valid(next_tokens(each)) for each in labels]
+    num_valid = []
+    for part in parts:
+        if isinstance(part.get("labels"), Tensor):
+            num_valid.append(count_valid(next_tokens(part["labels"])))
+            part["labels"] = with_some_valid(part["labels"])
     return Microbatches(parts, num_samples, num_tokens, rows, num_valid)
 
 

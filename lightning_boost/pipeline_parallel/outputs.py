@@ -39,7 +39,7 @@ def merge_outputs(outputs: Sequence[Any], microbatches: Microbatches) -> Any:
     """Put the outputs of all micro-batches together: tensors ``[b, …]`` become one ``[B, …]``.
 
     Raises:
-        TypeError: If an output is neither a tensor nor a tuple, list or dict of them.
+        TypeError: If an output is neither a tensor nor a tuple, list or dict. What else a dict holds is left out.
         ValueError: If an output has not one row for each sample.
     """
     first = outputs[0]
@@ -52,7 +52,9 @@ def merge_outputs(outputs: Sequence[Any], microbatches: Microbatches) -> Any:
             )
         return torch.cat(list(outputs))[: microbatches.num_samples]
     if isinstance(first, dict):
-        return _dict_like(first, {key: merge_outputs([each[key] for each in outputs], microbatches) for key in first})
+        # a cache of keys and values holds those of this stage's layers only: it is left out
+        kept = [key for key in first if first[key] is None or isinstance(first[key], Tensor | dict | tuple | list)]
+        return _dict_like(first, {key: merge_outputs([each[key] for each in outputs], microbatches) for key in kept})
     if isinstance(first, tuple | list):
         return _sequence_like(first, [merge_outputs(parts, microbatches) for parts in zip(*outputs, strict=True)])
     if first is None:
