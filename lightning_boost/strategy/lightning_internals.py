@@ -70,9 +70,11 @@ class CheckedLauncher(_SubprocessScriptLauncher):
         """Check, start the other processes of this node, and run ``function``."""
         self._check(trainer)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        self._call_children_scripts()
-        # Lightning's own observer kills this process as soon as a child has ended, with no time to say why
-        threading.Thread(target=self._watch_children, daemon=True, name="lightning_boost_child_watch").start()
+        # a Trainer's second call, validate behind fit for instance, finds the processes there
+        if not self.procs:
+            self._call_children_scripts()
+            # Lightning's own observer kills this process as soon as a child has ended, with no time to say why
+            threading.Thread(target=self._watch_children, daemon=True, name="lightning_boost_child_watch").start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 

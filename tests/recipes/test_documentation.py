@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -320,6 +321,21 @@ def test_the_example_trains_on_two_processes_as_on_one():
     assert (plain_name, name) == ("OwnModel", "OwnModelWithoutLogits")
     # both start and learn alike; the smoothing alone sets them apart
     assert 1e-3 < abs(smoothed - plain) < 1.0
+
+
+def test_the_example_runs_as_a_script(tmp_path):
+    """The Trainer starts the other process itself, for training, and finds it there for validation."""
+    script = tmp_path / "shortened.py"
+    script.write_text(
+        f"import runpy\nexample = runpy.run_path({str(EXAMPLE)!r})\nexample['main'](devices=2, max_steps=2)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("val_loss") == 1
 
 
 def _other_names():
