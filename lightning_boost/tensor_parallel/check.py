@@ -48,19 +48,18 @@ def check_projection(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: If it is neither, computes something else than its factors tell, or hooks are registered on it.
     """
-    if type(module) is not nn.Linear:
-        class_name = type(module).__name__
-        if factor_names(module) is None:
-            raise ValueError(
-                f"{name} is a {class_name} and must be a torch.nn.Linear, not a subclass, or hold two factors and"
-                " nothing else, in a form of docs/your_own_model.md, as a LowRankLinear does. Replace it by one."
-            )
-        if find_activation(module) is None:
-            raise ValueError(
-                f"{name} is a {class_name} and must compute B σ(A x) + bias, σ none or one of {', '.join(ACTIVATIONS)}:"
-                " its own forward would not be run. It gave something else when it was tried."
-            )
+    is_pair, class_name = factor_names(module) is not None, type(module).__name__
+    if not is_pair and type(module) is not nn.Linear:
+        raise ValueError(
+            f"{name} is a {class_name} and must be a torch.nn.Linear, not a subclass, or hold two factors and nothing"
+            " else, in a form of docs/your_own_model.md, as a LowRankLinear does. Replace it by one."
+        )
     check_no_hooks(module, name)
+    if is_pair and find_activation(module) is None:
+        raise ValueError(
+            f"{name} is a {class_name} and must compute B σ(A x) + bias, σ none or one of {', '.join(ACTIVATIONS)}: its"
+            " own forward would not be run. It gave something else when it was tried."
+        )
 
 
 def check_no_hooks(module: nn.Module, name: str) -> None:
