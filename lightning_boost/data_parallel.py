@@ -4,6 +4,7 @@ Every decoder layer, and then the whole model, becomes a unit of ``fully_shard``
 are averaged over the axis while backward goes on.
 """
 
+import inspect
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from typing_extensions import override
 
 from lightning_boost.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS
-from lightning_boost.model.loss import count_valid, next_tokens
+from lightning_boost.model.loss import count_valid, loss_of, next_tokens, with_loss, with_some_valid
 
 DataAxis = Literal["replicate", "shard", "hybrid"]
 """``replicate``: whole parameters on every replica; ``shard``: each holds a share and gathers a layer while it runs;
@@ -60,33 +61,72 @@ def set_gradient_sync(root: nn.Module, enabled: bool) -> None:
         root.set_requires_gradient_sync(enabled)
 
 
-class TokenWeightedLoss(nn.Module):
-    """In the loss's place: weigh a replica's mean so that the mean over replicas is that over all their valid tokens.
+class TokenWeights:
+    """Weighs a replica's mean loss so that the mean over replicas is that over all their valid tokens.
 
     Without it a replica whose batch has few valid tokens would count as much as one with many. Evaluation is left
     alone, since replicas may have different numbers of batches there; metrics weigh by tokens themselves.
 
-    Communication: one all-reduce of one number over the data axis in each forward that is trained on.
+    Communication: one all-reduce of one number over the data axis for each loss that is trained on.
 
     Args:
-        loss: Gives the mean over its own valid tokens.
         mesh: The data axis.
     """
 
-    def __init__(self, loss: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    def weighted(self, loss: Tensor, labels: Tensor) -> Tensor:
+        """Return this replica's share of the mean.
+
+        Args:
+            loss: Mean over this replica's valid next tokens.
+            labels: ``[B, T]``.
+        """
+        if not torch.is_grad_enabled():
+            return loss
+        mine = count_valid(next_tokens(labels)).to(loss.dtype)
+        everyones = mine.clone()
+        dist.all_reduce(everyones, group=self._mesh.get_group())
+        return loss * (mine * self._mesh.size() / everyones.clamp(min=1.0))
+
+    def attach(self, model: nn.Module) -> None:
+        """Weigh the loss that a model returns when it is called with ``labels``."""
+        signature = inspect.signature(model.forward)
+        given: list[Tensor] = []
+
+        def keep_labels(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given.clear()
+            arguments = signature.bind_partial(*args).arguments | kwargs
+            labels = arguments.get("labels")
+            if not isinstance(labels, Tensor) or not torch.is_grad_enabled():
+                return args, kwargs
+            given.append(labels)
+            return (), arguments | {"labels": with_some_valid(labels)}
+
+        def weigh(_: nn.Module, __: Any, output: Any) -> Any:
+            loss = loss_of(output) if given else None
+            return output if loss is None else with_loss(output, self.weighted(loss, given.pop()))
+
+        model.register_forward_pre_hook(keep_labels, with_kwargs=True)
+        model.register_forward_hook(weigh)
+
+
+class TokenWeightedLoss(nn.Module):
+    """In the place of this package's loss, wherever in a model it is called.
+
+    Args:
+        loss: Gives the mean over its own valid tokens.
+        weights: Of the replicas.
+    """
+
+    def __init__(self, loss: nn.Module, weights: TokenWeights) -> None:
         super().__init__()
         self.loss = loss
-        self.__dict__["mesh"] = mesh
+        self.__dict__["weights"] = weights
 
     @override
     def forward(self, hidden: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
         """Return this replica's share of the mean; arguments as ``NextTokenLoss``."""
-        loss: Tensor = self.loss(hidden, head_weight, labels)
-        if not torch.is_grad_enabled():
-            return loss
-        mesh: Any = self.__dict__["mesh"]
-        mine = count_valid(next_tokens(labels)).to(loss.dtype)
-        everyones = mine.clone()
-        dist.all_reduce(everyones, group=mesh.get_group())
-        weight: Tensor = mine * mesh.size() / everyones.clamp(min=1.0)
-        return loss * weight
+        weights: TokenWeights = self.__dict__["weights"]
+        return weights.weighted(self.loss(hidden, head_weight, labels), labels)

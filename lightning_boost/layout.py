@@ -5,12 +5,13 @@ projections reads, and so on. ``LLAMA`` fits every model of that family's naming
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 
 from torch import nn
 
+from lightning_boost.model.factor_pair import JOINED, JoinedPair, out_features
 from lightning_boost.model.loss import NextTokenLoss
 
 
@@ -19,7 +20,8 @@ class ProjectionGroup:
     """Projections that read the same norm, which nothing else reads. Names are relative to a decoder layer.
 
     Each projection's output must be features that may be split evenly: heads, or features of the MLP. One that computes
-    two things at once (a fused gate and up) cannot be described.
+    two things at once (a fused gate and up) cannot be described. One whose factors are two modules, which ``forward``
+    calls after one another, is written with both names: ``"attn.q_down + attn.q_up"``.
     """
 
     norm: str
@@ -55,6 +57,9 @@ class DecoderLayout:
     key_value_projections: tuple[str, ...] = ()
     """Those of the projections that give key/value heads, of which there may be fewer than processes."""
 
+    head_norms: tuple[str, ...] = ()
+    """RMSNorms over the features of each head, the same for all heads, relative to a layer; need not be there."""
+
     loss: str | None = None
     """A module called with (hidden, head weight, labels) that may go through the vocabulary in shares; absent in models
     that take their loss from logits."""
@@ -73,7 +78,8 @@ class DecoderLayout:
 
     def layer_parts(self) -> list[str]:
         """Names that must resolve from each layer."""
-        return [group.norm for group in self.groups] + self.projections()
+        projections = [part for name in self.projections() for part in name.split(JOINED)]
+        return [group.norm for group in self.groups] + projections
 
 
 LLAMA = DecoderLayout(
@@ -94,9 +100,27 @@ LLAMA = DecoderLayout(
     final_norm="model.norm",
     head="lm_head",
     key_value_projections=("self_attn.k_proj", "self_attn.v_proj"),
+    head_norms=("self_attn.q_norm", "self_attn.k_norm"),
     loss="loss",
 )
-"""The names of LLaMA, Mistral, Qwen2 and CoLA in Hugging Face's form, and of this package's own model."""
+"""The names of LLaMA, Mistral, Qwen2, Qwen3 and CoLA in Hugging Face's form, and of this package's own model."""
+
+
+def _in_two_modules(projection: str) -> str:
+    stem = projection.removesuffix("_proj")
+    return f"{stem}_v_proj{JOINED}{stem}_u_proj"
+
+
+SVD_LLM = replace(
+    LLAMA,
+    groups=tuple(replace(group, projections=tuple(map(_in_two_modules, group.projections))) for group in LLAMA.groups),
+    lone_projections=tuple(
+        replace(lone, projection=_in_two_modules(lone.projection)) for lone in LLAMA.lone_projections
+    ),
+    key_value_projections=tuple(map(_in_two_modules, LLAMA.key_value_projections)),
+)
+"""The names of SVD-LLM, which keeps the factor into a bottleneck as ``q_v_proj`` and the one out of it as
+``q_u_proj``."""
 
 
 @dataclass(frozen=True)
@@ -163,10 +187,14 @@ class Decoder:
             heads, key_value = self._heads_from_attention()
         return heads, key_value or heads
 
+    def attention(self, layer: nn.Module) -> nn.Module:
+        """Return the module of a layer that holds the projections of the first group."""
+        return layer.get_submodule(owner_of(self.layout.groups[0].projections[0]))
+
     def _heads_from_attention(self) -> tuple[int, int]:
         layer = next(iter(self.layers.values()))
         query, key, *_ = self.layout.groups[0].projections
-        attention = layer.get_submodule(query.rpartition(".")[0])
+        attention = self.attention(layer)
         head_size = getattr(attention, "head_size", None) or getattr(attention, "head_dim", None)
         if not isinstance(head_size, int):
             raise ValueError(
@@ -174,7 +202,26 @@ class Decoder:
                 f" {type(attention).__name__} has no head_size or head_dim."
                 " Give DecoderLayout(num_attention_heads=…, num_key_value_heads=…)."
             )
-        return tuple(layer.get_submodule(name).out_features // head_size for name in (query, key))  # type: ignore
+        return tuple(out_features(projection_of(layer, name)) // head_size for name in (query, key))  # type: ignore
+
+
+def owner_of(projection: str) -> str:
+    """Return the name of the module that holds a projection, or both modules of one."""
+    return projection.split(JOINED)[0].rpartition(".")[0]
+
+
+def projection_of(layer: nn.Module, name: str) -> nn.Module:
+    """Return a layer's projection; one in two modules as a ``JoinedPair``."""
+    down, _, up = name.partition(JOINED)
+    if not up:
+        return layer.get_submodule(down)
+    leaf_names = [part.rpartition(".")[2] for part in (down, up)]
+    return JoinedPair(leaf_names[0], layer.get_submodule(down), leaf_names[1], layer.get_submodule(up))
+
+
+def parameters_of(name: str, projection: nn.Module) -> str:
+    """Return what stands before the names of a projection's parameters, relative to its layer."""
+    return f"{owner_of(name) if isinstance(projection, JoinedPair) else name}."
 
 
 def find_decoder(module: nn.Module, layout: DecoderLayout | None = None) -> Decoder:
@@ -182,16 +229,17 @@ def find_decoder(module: nn.Module, layout: DecoderLayout | None = None) -> Deco
 
     Args:
         module: Typically a LightningModule.
-        layout: Names to look for; ``None`` takes ``LLAMA``.
+        layout: Names to look for; ``None`` takes ``LLAMA``, or else ``SVD_LLM``.
 
     Raises:
         ValueError: If there is none; the message lists what was looked for and the nearest names there are.
     """
-    wanted = layout or LLAMA
     candidates = [candidate for _, candidate in module.named_modules()]
-    for candidate in candidates:
-        if not any(True for _ in _missing_parts(candidate, wanted)):
-            return Decoder(candidate, wanted)
+    for wanted in (layout,) if layout else (LLAMA, SVD_LLM):
+        for candidate in candidates:
+            if not any(True for _ in _missing_parts(candidate, wanted)):
+                return Decoder(candidate, wanted)
+    wanted = layout or LLAMA
     nearest = min(candidates, key=lambda candidate: sum(1 for _ in _missing_parts(candidate, wanted)))
     raise ValueError(_describe_missing(module, nearest, wanted))
 

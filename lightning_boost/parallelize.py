@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_boost.collectives import register_group
-from lightning_boost.data_parallel import DataAxis, TokenWeightedLoss, apply_data_axis
+from lightning_boost.data_parallel import DataAxis, TokenWeightedLoss, TokenWeights, apply_data_axis
 from lightning_boost.gradients import mark_as_parts
 from lightning_boost.layout import Decoder
 from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, shard_bounds
@@ -65,15 +65,23 @@ def parallelize(
         begins, ends = scheme.split_region(decoder) if is_split else ([], [])
         RandomStreams(mesh, device).attach(decoder, begins, ends)
     if mesh[DATA_AXIS].size() > 1:
-        if decoder.layout.loss is not None and has_own_loss and not is_piped:
-            loss = decoder.part(decoder.layout.loss)
-            set_module(root, decoder.layout.loss, TokenWeightedLoss(loss, mesh[DATA_AXIS]))
+        if not is_piped:
+            weigh_by_tokens(decoder, TokenWeights(mesh[DATA_AXIS]), has_own_loss=has_own_loss)
         for stage in stages:
             apply_data_axis(stage, list(stage.own_layers), mesh, data_axis)
         if not stages:
             apply_data_axis(root, list(decoder.layers.values()), mesh, data_axis)
     if is_piped:
         install_pipeline(root, Pipeline(root, stages, mesh, device=device, options=options, width=width))
+
+
+def weigh_by_tokens(decoder: Decoder, weights: TokenWeights, *, has_own_loss: bool) -> None:
+    """Weigh a model's loss by its replica's valid tokens, in this package's loss module or else as it comes out."""
+    if has_own_loss and decoder.layout.loss is not None:
+        loss = TokenWeightedLoss(decoder.part(decoder.layout.loss), weights)
+        set_module(decoder.root, decoder.layout.loss, loss)
+    else:
+        weights.attach(decoder.root)
 
 
 @torch.no_grad()

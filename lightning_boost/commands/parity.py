@@ -174,7 +174,7 @@ def _show(report: ParityReport, kind: str) -> None:
         table.add_row(name, f"{found:.1e}", f"{allowed:.1e}")
     console = Console()
     console.print(table)
-    console.print(f"worst gradient: {report.worst_parameter}", soft_wrap=True)
+    console.print(f"worst parameter: {report.worst_parameter}", soft_wrap=True)
     console.print(f"processes agree: {'yes' if report.replicas_equal else 'no'}")
     console.print("PARITY HOLDS" if report.passed else "PARITY FAILS")
 

@@ -1,5 +1,8 @@
 """Cross-entropy of the next token."""
 
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, pad
@@ -52,3 +55,40 @@ def next_tokens(labels: Tensor) -> Tensor:
 def count_valid(targets: Tensor) -> Tensor:
     """Count targets that are not ignored."""
     return (targets != IGNORED_LABEL).sum()
+
+
+def with_some_valid(labels: Tensor) -> Tensor:
+    """Return labels ``[B, T]``, or token 0 everywhere if none is valid.
+
+    Their mean loss is to weigh nothing then, and must be a number for that.
+    """
+    return torch.where(count_valid(next_tokens(labels)) > 0, labels, 0)
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """Return the loss of what a model returned when called with labels; ``None`` if there is none.
+
+    Args:
+        output: The loss; or an object or mapping that has it as ``loss``; or a tuple or list that begins with it.
+    """
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif isinstance(output, tuple | list):
+        loss = output[0] if output else None
+    else:
+        loss = getattr(output, "loss", output)
+    return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
+
+
+def with_loss(output: Any, loss: Tensor) -> Any:
+    """Return a model's output, in which ``loss_of`` found a loss, with another one in its place."""
+    if isinstance(output, Tensor):
+        return loss
+    if isinstance(output, tuple | list):
+        make = getattr(type(output), "_make", type(output))  # of a named tuple
+        return make([loss, *output[1:]])
+    if isinstance(output, MutableMapping) and not hasattr(output, "loss"):
+        output["loss"] = loss
+    else:
+        output.loss = loss
+    return output

@@ -33,7 +33,8 @@ class Errors:
     gradient_norm: float
     gradient: float
     weight: float
-    worst_parameter: str
+    worst_gradient: str
+    worst_weight: str
 
 
 def compare(found: Trajectory, expected: Trajectory) -> Errors:
@@ -57,7 +58,8 @@ def compare(found: Trajectory, expected: Trajectory) -> Errors:
         gradient_norm=_worst_relative(found.gradient_norms, expected.gradient_norms),
         gradient=max(gradients.values()),
         weight=max(changes.values()),
-        worst_parameter=max(gradients, key=lambda name: gradients[name]),
+        worst_gradient=max(gradients, key=lambda name: gradients[name]),
+        worst_weight=max(changes, key=lambda name: changes[name]),
     )
 
 

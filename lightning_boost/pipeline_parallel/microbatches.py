@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches of one shape, every sample of which counts once, and outputs put together again."""
+"""A batch cut into micro-batches of one shape, every sample of which counts once."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_boost.config import IGNORED_LABEL
-from lightning_boost.model.loss import count_valid, next_tokens
+from lightning_boost.model.loss import count_valid, next_tokens, with_some_valid
 
 
 @dataclass(frozen=True)
@@ -73,65 +73,20 @@ def cut_batch(arguments: Mapping[str, Any], count: int) -> Microbatches:
     rows = -(-num_samples // count)
     missing = rows * count - num_samples
     cut: dict[str, Sequence[Any]] = {
-        name: _filled(value, missing, name).split(rows) if _has_rows(value, num_samples) else (value,) * count
+        name: _filled(value, missing, name).split(rows) if has_rows(value, num_samples) else (value,) * count
         for name, value in arguments.items()
     }
     parts = [{name: values[number] for name, values in cut.items()} for number in range(count)]
-    labels = [part["labels"] for part in parts if isinstance(part.get("labels"), Tensor)]
-    num_valid = [count_valid(next_tokens(each)) for each in labels]
+    num_valid = []
+    for part in parts:
+        if isinstance(part.get("labels"), Tensor):
+            num_valid.append(count_valid(next_tokens(part["labels"])))
+            part["labels"] = with_some_valid(part["labels"])
     return Microbatches(parts, num_samples, num_tokens, rows, num_valid)
 
 
-def merge_outputs(outputs: Sequence[Any], microbatches: Microbatches) -> Any:
-    """Put the outputs of all micro-batches together: tensors ``[b, …]`` become one ``[B, …]``.
-
-    Raises:
-        TypeError: If an output is neither a tensor nor a tuple, list or dict of them.
-        ValueError: If an output has not one row for each sample.
-    """
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        if not _has_rows(first, microbatches.rows):
-            raise ValueError(
-                f"an output of shape {list(first.shape)} has no row for each of the {microbatches.rows} samples of a"
-                " micro-batch, and is another one for each of them. Let a model on a pipeline return one row for each"
-                " sample, or set pipeline_parallel_size to 1."
-            )
-        return torch.cat(list(outputs))[: microbatches.num_samples]
-    if isinstance(first, dict):
-        return _dict_like(first, {key: merge_outputs([each[key] for each in outputs], microbatches) for key in first})
-    if isinstance(first, tuple | list):
-        return _sequence_like(first, [merge_outputs(parts, microbatches) for parts in zip(*outputs, strict=True)])
-    if first is None:
-        return None
-    raise TypeError(
-        f"a model on a pipeline must return tensors, or tuples, lists or dicts of them, and returned"
-        f" {type(first).__name__}."
-    )
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply a function to every tensor in tuples, lists and dicts."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, dict):
-        return _dict_like(tree, {key: map_tensors(function, value) for key, value in tree.items()})
-    if isinstance(tree, tuple | list):
-        return _sequence_like(tree, [map_tensors(function, value) for value in tree])
-    return tree
-
-
-def _dict_like(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a dict of the same class; Hugging Face's outputs are made from keyword arguments."""
-    return items if type(like) is dict else type(like)(**items)
-
-
-def _sequence_like(like: Any, items: list[Any]) -> Any:
-    make = getattr(type(like), "_make", type(like))  # of a named tuple
-    return make(items)
-
-
-def _has_rows(value: Any, rows: int) -> bool:
+def has_rows(value: Any, rows: int) -> bool:
+    """Return whether a value is a tensor with one row for each of ``rows`` samples."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
 
 

@@ -30,13 +30,17 @@ class PipelineOptions:
     """Number of layers of each stage, in order; ``None``: balanced by their cost."""
 
     def __post_init__(self) -> None:
+        _check_whole("num_microbatches", self.num_microbatches)
+        _check_whole("virtual_stages", self.virtual_stages)
+        for count in self.layers_per_stage or ():
+            _check_whole("each of layers_per_stage", count)
         if self.schedule not in SCHEDULES:
             zero_bubble = any(word in str(self.schedule).lower() for word in ("zero", "zb", "dual"))
             raise ValueError(
                 f"pipeline_schedule ({self.schedule!r}) must be one of {', '.join(map(repr, SCHEDULES))}"
                 + (": zero-bubble schedules would run each fused backward twice." if zero_bubble else ".")
             )
-        if (self.virtual_stages > 1) != (self.schedule == "interleaved_1f1b") or self.virtual_stages < 1:
+        if (self.virtual_stages > 1) != (self.schedule == "interleaved_1f1b"):
             raise ValueError(
                 f"virtual_stages ({self.virtual_stages}) must be at least 2 with pipeline_schedule 'interleaved_1f1b',"
                 f" and 1 with the others ({self.schedule!r} is given)."
@@ -75,3 +79,8 @@ class PipelineOptions:
         most = _AUTO_MICROBATCHES_PER_STAGE * size
         dividing = [count for count in range(size, most + 1, step) if num_samples % count == 0]
         return max(dividing, default=size)
+
+
+def _check_whole(name: str, value: int | None) -> None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"{name} ({value!r}) must be a whole number of at least 1.")

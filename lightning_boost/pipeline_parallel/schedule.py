@@ -19,9 +19,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from typing_extensions import override
 
 from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS
+from lightning_boost.model.loss import loss_of
 from lightning_boost.pipeline_parallel.commit import Commit, gradients_set_aside
-from lightning_boost.pipeline_parallel.microbatches import Microbatches, bind, cut_batch, map_tensors, merge_outputs
+from lightning_boost.pipeline_parallel.microbatches import Microbatches, bind, cut_batch
 from lightning_boost.pipeline_parallel.options import PipelineOptions
+from lightning_boost.pipeline_parallel.outputs import LossOutput, map_tensors, merge_outputs
 from lightning_boost.pipeline_parallel.stage import Stage
 
 _KEPT_SHAPES = 4
@@ -39,6 +41,8 @@ class _Run:
     autocast: dict[str, Any]
     losses: list[Tensor] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
+    returns_output: bool = False
+    """Whether the loss came among other outputs."""
 
 
 class Pipeline:
@@ -74,6 +78,9 @@ class Pipeline:
         self._parameters = [parameter for stage in stages for parameter in stage.parameters()]
         self._schedules: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._run: _Run | None = None
+        self._returns_output: bool | None = None
+        """Whether with labels the model returns its loss among other outputs; known once a loss has been."""
+
         for stage in stages:
             stage.call = self._call
 
@@ -85,7 +92,7 @@ class Pipeline:
 
         Raises:
             RuntimeError: If outputs are asked for with gradients.
-            TypeError: If with labels the model returns something else than its mean loss.
+            TypeError: If with labels the model returns no mean loss, or not always in the same form.
         """
         arguments = bind(self._model_forward, args, kwargs)
         has_labels = isinstance(arguments.get("labels"), Tensor)
@@ -105,14 +112,21 @@ class Pipeline:
                 if is_trained:
                     return self._train(run)
                 self._step(run, is_trained=False)
-                return self._sum_of_losses(run) if has_labels else self._outputs(run)
+                return self._in_form(self._sum_of_losses(run)) if has_labels else self._outputs(run)
         finally:
             self._run = None
 
-    def _train(self, run: _Run) -> Tensor:
+    def __deepcopy__(self, memo: Any) -> "Pipeline":
+        raise TypeError(
+            "a model on a pipeline cannot be copied: it is tied to other processes. Copy it before Trainer.fit, or copy"
+            " its state_dict()."
+        )
+
+    def _train(self, run: _Run) -> Tensor | LossOutput:
         with gradients_set_aside(self._parameters) as made:
             self._step(run, is_trained=True)
-        return Commit.apply(torch.zeros((), requires_grad=True), self._sum_of_losses(run), self._parameters, made)  # type: ignore[no-any-return]
+        loss = self._sum_of_losses(run)
+        return self._in_form(Commit.apply(torch.zeros((), requires_grad=True), loss, self._parameters, made))
 
     def _step(self, run: _Run, *, is_trained: bool) -> None:
         count = len(run.microbatches)
@@ -137,12 +151,16 @@ class Pipeline:
         if not run.weights:
             run.outputs.append(output)
             return torch.zeros((), device=self._device)
-        if not isinstance(output, Tensor) or output.dim() > 0:
+        mean = loss_of(output)
+        if mean is None:
             raise TypeError(
-                f"with labels a model on a pipeline must return its mean loss as one number, and returned"
-                f" {type(output).__name__}. Let its forward return the loss alone."
+                f"with labels a model on a pipeline must return its mean loss as one number, alone, as loss or first of"
+                f" a tuple, and returned {type(output).__name__}."
             )
-        loss = output.float() * run.weights[number]
+        run.returns_output = output is not mean
+        if self._returns_output not in (None, run.returns_output):
+            raise TypeError("a model on a pipeline must return its loss in one form: alone, or among other outputs.")
+        loss = mean.float() * run.weights[number]
         run.losses.append(loss.detach())
         return loss
 
@@ -158,11 +176,18 @@ class Pipeline:
         return list(valid / everyones.clamp(min=1.0 / num_replicas))
 
     def _sum_of_losses(self, run: _Run) -> Tensor:
-        total = (
-            torch.stack(run.losses).sum() if run.losses else torch.zeros((), dtype=torch.float32, device=self._device)
-        )
+        total = torch.zeros(2, dtype=torch.float32, device=self._device)
+        if run.losses:
+            total[0] = torch.stack(run.losses).sum()
+            total[1] = run.returns_output
         dist.all_reduce(total, group=self._axis.get_group())
-        return total
+        if self._returns_output is None:
+            self._returns_output = bool(total[1])
+        return total[0]
+
+    def _in_form(self, loss: Tensor) -> Tensor | LossOutput:
+        """Return a loss as the model does: other stages have not seen it."""
+        return LossOutput(loss) if self._returns_output else loss
 
     def _outputs(self, run: _Run) -> Any:
         last, group = self._axis.size() - 1, self._axis.get_group()

@@ -156,7 +156,7 @@ class BoostParallelStrategy(ResumableStrategy):
         """Check the decoder and return the mesh's sizes for it."""
         spread = find_spread(decoder.root)
         if spread is not None:
-            self.requested.check_same(spread.sizes, spread.data_axis)
+            self.requested.check_same(spread.sizes, spread.requested)
             spread.sizes.check_world(self._num_all_processes)
             return spread.sizes
         sizes = self.requested.resolve(decoder, self.num_processes, self.num_nodes)
@@ -264,11 +264,11 @@ class BoostParallelStrategy(ResumableStrategy):
 
     def _release_gradients(self) -> None:
         """Drop the last step's gradients before a pipeline makes new ones; Lightning does so only after the loss."""
-        trainer = self._module.trainer
-        is_first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
-        if self._module.automatic_optimization and is_first:
+        module, trainer = self._module, self._module.trainer
+        batch_idx = trainer.fit_loop.epoch_loop.batch_idx
+        if module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
             for optimizer in self.optimizers:
-                optimizer.zero_grad()
+                module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
 
     # ---- backward ------------------------------------------------------------------------------------------------
 

@@ -48,12 +48,13 @@ def probe(model: nn.Module, vocab_size: int, *, seed: int = 0) -> Tensor | None:
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
-    token_ids = (torch.arange(NUM_TOKENS, device=next(model.parameters()).device) % vocab_size)[None]
+    device = next(model.parameters()).device
+    token_ids = (torch.arange(NUM_TOKENS, device=device) % vocab_size)[None]
     was_training = {module: module.training for module in model.modules()}
     buffers = {buffer: buffer.clone() for buffer in model.buffers()}
     model.eval()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             output = model(token_ids)
     finally:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_boost.data_parallel import DataAxis
 from lightning_boost.layout import Decoder
@@ -33,6 +36,11 @@ class RequestedSizes:
         if self.data_axis not in ("replicate", "shard", "hybrid"):
             raise ValueError(f"data_axis ({self.data_axis!r}) must be one of 'replicate', 'shard', 'hybrid'.")
         self.pipeline.check(self.pipeline_parallel_size)
+        if self.pipeline_parallel_size == 1 and self.pipeline != PipelineOptions():
+            rank_zero_warn(
+                "pipeline_schedule, num_microbatches, virtual_stages and layers_per_stage mean nothing with"
+                " pipeline_parallel_size 1, and are not used."
+            )
 
     def _given(self) -> dict[str, int]:
         names = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
@@ -61,27 +69,31 @@ class RequestedSizes:
                 f" they divide {world_size}."
             )
 
-    def check_same(self, sizes: ParallelSizes, data_axis: DataAxis) -> None:
+    def check_same(self, sizes: ParallelSizes, before: "RequestedSizes") -> None:
         """Check that a model that an earlier Trainer has spread is wanted as it is.
 
         Args:
             sizes: Those of its mesh.
-            data_axis: How its replicas keep parameters; means nothing to a single one.
+            before: What was requested then; the data axis means nothing to a single replica, the pipeline's options
+                nothing to a single stage.
 
         Raises:
-            ValueError: If other sizes or another data axis are given now.
+            ValueError: If other sizes or options are given now.
         """
-        for name, wanted in self._given().items():
-            there = getattr(sizes, name)
-            if wanted != there:
+        there: dict[str, tuple[Any, Any]] = {
+            name: (getattr(sizes, name), wanted) for name, wanted in self._given().items()
+        }
+        if sizes.data_parallel_size > 1:
+            there["data_axis"] = before.data_axis, self.data_axis
+        if sizes.pipeline_parallel_size > 1:
+            for name, value in vars(self.pipeline).items():
+                option = "pipeline_schedule" if name == "schedule" else name
+                there[option] = getattr(before.pipeline, name), value
+        for name, (value, wanted) in there.items():
+            if wanted != value:
                 raise ValueError(
-                    f"{name} ({wanted}) must be {there}: an earlier Trainer has spread this module so. {_WAY_OUT}"
+                    f"{name} ({wanted!r}) must be {value!r}: an earlier Trainer has spread this module so. {_WAY_OUT}"
                 )
-        if sizes.data_parallel_size > 1 and self.data_axis != data_axis:
-            raise ValueError(
-                f"data_axis ({self.data_axis!r}) must be {data_axis!r}: an earlier Trainer has spread this module so."
-                f" {_WAY_OUT}"
-            )
 
     def resolve(self, decoder: Decoder, num_processes: int, num_nodes: int) -> ParallelSizes:
         """Return the mesh's sizes for a model.

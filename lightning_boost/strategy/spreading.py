@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torchmetrics import Metric
 
-from lightning_boost.data_parallel import DataAxis
 from lightning_boost.layout import Decoder, DecoderLayout, find_decoder
 from lightning_boost.mesh import DATA_AXIS, ParallelSizes
 from lightning_boost.parallelize import parallelize, process_0s
@@ -24,7 +23,7 @@ class Spread:
 
     decoder: Decoder
     sizes: ParallelSizes
-    data_axis: DataAxis
+    requested: RequestedSizes
 
 
 def find_spread(module: Module) -> Spread | None:
@@ -73,7 +72,7 @@ def spread_over_mesh(
         data_axis=requested.data_axis,
         pipeline=requested.pipeline,
     )
-    decoder.root.__dict__[_SPREAD] = Spread(decoder, sizes, requested.data_axis)
+    decoder.root.__dict__[_SPREAD] = Spread(decoder, sizes, requested)
     if before is not None:
         check_probe(before.to(device), probe(decoder.root, vocab_size), decoder.root)
 

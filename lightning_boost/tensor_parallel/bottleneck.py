@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 from typing_extensions import override
 
-from lightning_boost.model.low_rank import LowRankLinear
+from lightning_boost.model.factor_pair import factor_names, find_activation
 from lightning_boost.tensor_parallel.dense import Rows, SplitReader, num_rows, own_rows
 from lightning_boost.tensor_parallel.gathered_norm import NormGather
 from lightning_boost.tensor_parallel.library import gemm_dtype
@@ -36,29 +36,53 @@ _GROUP = "_lightning_boost_group"
 
 
 class FactorPair(nn.Module):
-    """The parts of a ``LowRankLinear``, under its names, with parameters that hold a share of it.
+    """The two factors of a projection, in whatever form and under its names, with parameters that hold a share.
 
     Args:
         pair: The projection that is replaced.
-        rows: Of ``factor_b``, where it is replicated because it has fewer heads than there are processes.
+        rows: Of the factor out of the bottleneck, where it is replicated because it has fewer heads than there are
+            processes.
     """
 
-    def __init__(self, pair: LowRankLinear, rows: Rows | None = None) -> None:
+    def __init__(self, pair: nn.Module, rows: Rows | None = None) -> None:
         super().__init__()
-        self.factor_a = pair.factor_a
-        self.activation = pair.activation
-        self.factor_b = pair.factor_b
-        self.rows = rows
+        names, sigma = factor_names(pair), find_activation(pair)
+        assert names is not None
+        assert sigma is not None
+        # the very parts, each of which keeps its parameters under its name
+        self._parameters.update(pair._parameters)
+        self._modules.update(pair._modules)
+        self.names, self.rows = names, rows
+        self.sigma = sigma
 
     @property
     def bottleneck_size(self) -> int:
         """``R``, never split."""
-        return self.factor_a.weight.shape[0]
+        return self.get_parameter(self.names.factor_a).shape[1 - self.names.in_dim]
 
     @property
     def local_width(self) -> int:
         """This process's output features."""
-        return num_rows(self.factor_b.weight, self.rows)
+        return num_rows(self.get_parameter(self.names.factor_b), self.rows, self.names.out_dim)
+
+    def upright(self, factor: Tensor) -> Tensor:
+        """Return a factor as a linear keeps it, ``[R, in]`` or ``[out, R]``."""
+        return factor.t() if self.names.is_transposed else factor
+
+    def local_a(self) -> Tensor:
+        """Return this process's share of ``A``, ``[R, in/tp]``."""
+        return self.upright(local(self.get_parameter(self.names.factor_a)))
+
+    def local_b(self, group: str, chunk: str) -> Tensor:
+        """Return this process's share of ``B``, ``[out/tp, R]``."""
+        share = self.upright(local(self.get_parameter(self.names.factor_b)))
+        return own_rows(share, self.rows, group, chunk)
+
+    def output_bias(self) -> Tensor | None:
+        """Return the bias as it is kept, if there is one."""
+        owner, _, leaf = self.names.bias.rpartition(".")
+        bias: Tensor | None = getattr(self.get_submodule(owner), leaf, None)
+        return bias
 
 
 class DenseLayer(nn.Module):
@@ -178,12 +202,17 @@ class NormalizedProjections(nn.Module):
 
     def latents(self, rows: Tensor) -> Tensor:
         """Return the latents ``[N, R]`` of the group's pairs, before σ."""
-        weights: list[Tensor] = [member.factor_a.weight for member in self.low_rank_members]
-        dtype = gemm_dtype(weights[0])
-        shares = [local(weight).to(dtype) for weight in weights]
+        shares = [member.local_a() for member in self.low_rank_members]
+        dtype = gemm_dtype(shares[0])
         z: Tensor
         z, _ = NormProjectReduce.apply(
-            rows, local(self.weight), self.eps, self.hidden_size, self.group, self.chunk, *shares
+            rows,
+            local(self.weight),
+            self.eps,
+            self.hidden_size,
+            self.group,
+            self.chunk,
+            *(share.to(dtype) for share in shares),
         )
         return z
 
@@ -219,7 +248,7 @@ class BottleneckParallelLinear(FactorPair):
         chunk: Label of the collectives.
     """
 
-    def __init__(self, pair: LowRankLinear, group: str, chunk: str) -> None:
+    def __init__(self, pair: nn.Module, group: str, chunk: str) -> None:
         super().__init__(pair)
         self.group = group
         self.chunk = chunk
@@ -227,10 +256,50 @@ class BottleneckParallelLinear(FactorPair):
     @override
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[…, in/tp]`` to ``[…, out/tp]``."""
-        factor_a = local(self.factor_a.weight)
+        factor_a = self.local_a()
         z = ProjectReduce.apply(x.flatten(0, -2), factor_a.to(gemm_dtype(factor_a)), self.group, self.chunk)
         y = expand(activate(z, [self]), [self], self.group, self.chunk)
         return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class DownPlace(nn.Module):
+    """In the place of the first of two modules that are one projection: does what both do.
+
+    Args:
+        twin: The projection's, hidden from torch; its part becomes this module, which owns the weight.
+        name: Of that part.
+    """
+
+    def __init__(self, twin: FactorPair, name: str) -> None:
+        super().__init__()
+        self._parameters.update(twin._modules[name]._parameters)  # type: ignore[union-attr]
+        twin._modules[name] = self
+        self.__dict__["twin"] = twin
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the projection."""
+        y: Tensor = self.__dict__["twin"](x)
+        return y
+
+
+class UpPlace(nn.Module):
+    """In the place of the second of two modules that are one projection: hands on what the first gave.
+
+    Args:
+        twin: The projection's.
+        name: Of the part that this module becomes.
+    """
+
+    def __init__(self, twin: FactorPair, name: str) -> None:
+        super().__init__()
+        self._parameters.update(twin._modules[name]._parameters)  # type: ignore[union-attr]
+        twin._modules[name] = self
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x``."""
+        return x
 
 
 class FeatureShardedEmbedding(nn.Module):
@@ -254,18 +323,18 @@ class FeatureShardedEmbedding(nn.Module):
 def activate(z: Tensor, pairs: Sequence[FactorPair]) -> Tensor:
     """Apply each pair's σ to its part of the latents ``[N, R]``; once for all where they agree."""
     # by what they print, which tells an exact GELU from an approximate one
-    if len({repr(pair.activation) for pair in pairs}) == 1:
-        activated: Tensor = pairs[0].activation(z)
+    if len({repr(pair.sigma) for pair in pairs}) == 1:
+        activated: Tensor = pairs[0].sigma(z)
         return activated
     parts = z.split([pair.bottleneck_size for pair in pairs], -1)
-    return torch.cat([pair.activation(part) for pair, part in zip(pairs, parts, strict=True)], -1)
+    return torch.cat([pair.sigma(part) for pair, part in zip(pairs, parts, strict=True)], -1)
 
 
 def expand(z: Tensor, pairs: Sequence[FactorPair], group: str, chunk: str) -> Tensor:
     """Map latents ``[N, R]`` to this process's outputs of every pair, side by side, biases added."""
-    factors_b = [own_rows(pair.factor_b.weight, pair.rows, group, chunk).to(z.dtype) for pair in pairs]
+    factors_b = [pair.local_b(group, chunk).to(z.dtype) for pair in pairs]
     y: Tensor = Expand.apply(z, group, chunk, *factors_b)
-    return add_biases(y, [pair.factor_b.bias for pair in pairs], pairs, group, chunk)
+    return add_biases(y, [pair.output_bias() for pair in pairs], pairs, group, chunk)
 
 
 def add_biases(

@@ -6,7 +6,8 @@ from torch.func import functional_call
 
 from lightning_boost.layout import Decoder
 from lightning_boost.mesh import legal_tensor_sizes
-from lightning_boost.model.low_rank import ACTIVATIONS, LowRankLinear
+from lightning_boost.model.factor_pair import factor_names, find_activation
+from lightning_boost.model.low_rank import ACTIVATIONS
 from lightning_boost.model.norm import normalize
 
 WHOLE_CHANNEL_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
@@ -41,28 +42,24 @@ def check_tensor_size(decoder: Decoder, size: int) -> None:
         )
 
 
-def check_projection(module: nn.Module, name: str, *kinds: type[nn.Module]) -> None:
-    """Check that a projection is one of the layers that the scheme splits, and nothing more.
+def check_projection(module: nn.Module, name: str) -> None:
+    """Check that a projection is a dense linear or a pair of factors, and nothing more.
 
     Raises:
-        ValueError: If it is of another class, a pair has other parts than factors and an element-wise activation, or
-            hooks are registered on it.
+        ValueError: If it is neither, computes something else than its factors tell, or hooks are registered on it.
     """
-    if type(module) not in kinds:
+    is_pair, class_name = factor_names(module) is not None, type(module).__name__
+    if not is_pair and type(module) is not nn.Linear:
         raise ValueError(
-            f"{name} is a {type(module).__name__} and must be a {' or a '.join(kind.__name__ for kind in kinds)}, not a"
-            " subclass: its own forward would not be run. Replace the projection by one."
+            f"{name} is a {class_name} and must be a torch.nn.Linear, not a subclass, or hold two factors and nothing"
+            " else, in a form of docs/your_own_model.md, as a LowRankLinear does. Replace it by one."
         )
-    if isinstance(module, LowRankLinear):
-        is_plain = all(type(factor) is nn.Linear for factor in (module.factor_a, module.factor_b))
-        if not is_plain or module.factor_a.bias is not None:
-            raise ValueError(f"{name}'s factors must be a torch.nn.Linear each, and factor_a have no bias.")
-        if type(module.activation) not in (nn.Identity, *ACTIVATIONS.values()):
-            raise ValueError(
-                f"{name}'s activation is a {type(module.activation).__name__} and must be None or one of"
-                f" {', '.join(ACTIVATIONS)}: it is applied to the latents of several projections at once."
-            )
     check_no_hooks(module, name)
+    if is_pair and find_activation(module) is None:
+        raise ValueError(
+            f"{name} is a {class_name} and must compute B σ(A x) + bias, σ none or one of {', '.join(ACTIVATIONS)}: its"
+            " own forward would not be run. It gave something else when it was tried."
+        )
 
 
 def check_no_hooks(module: nn.Module, name: str) -> None:
@@ -78,6 +75,21 @@ def check_no_hooks(module: nn.Module, name: str) -> None:
                 f"{inner_name} has hooks, and is replaced by its parallel twin, which has none. Register them after the"
                 " Trainer has set up (on_fit_start), or set tensor_parallel_size to 1."
             )
+
+
+def check_head_norm(norm: nn.Module, name: str, head_size: int) -> None:
+    """Check that a norm of attention heads is an RMSNorm over each head.
+
+    Raises:
+        ValueError: If it is no RMSNorm, or goes over more than a head: over features of other processes.
+    """
+    norm_eps(norm, name)
+    width = len(norm.get_parameter("weight"))
+    if width != head_size:
+        raise ValueError(
+            f"{name} is a norm over {width} features and must be one over a head's {head_size}: with"
+            " tensor_parallel_size above 1 a process has only its own heads. Set tensor_parallel_size to 1."
+        )
 
 
 def check_ends(decoder: Decoder) -> None:

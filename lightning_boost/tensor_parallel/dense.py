@@ -205,6 +205,6 @@ def own_rows(parameter: Tensor, rows: Rows | None, group: str, chunk: str) -> Te
     return cut
 
 
-def num_rows(parameter: Tensor, rows: Rows | None) -> int:
-    """Return how many rows ``own_rows`` gives."""
-    return local_size(parameter, 0) if rows is None else rows[1] - rows[0]
+def num_rows(parameter: Tensor, rows: Rows | None, dim: int = 0) -> int:
+    """Return how many rows ``own_rows`` gives of a parameter that has them along ``dim``."""
+    return local_size(parameter, dim) if rows is None else rows[1] - rows[0]

@@ -34,4 +34,4 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> DTensor:
         # the constructor, not `from_local`: the latter builds the spec anew, a third of the time of a small layer
-        return DTensor(gradient, ctx.spec, requires_grad=False)  # type: ignore[attr-defined]
+        return DTensor(gradient.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[attr-defined]

@@ -6,18 +6,27 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.nn import Embedding, Linear, Module
 
 from lightning_boost.collectives import group_index, group_size
-from lightning_boost.layout import Decoder, ProjectionGroup
+from lightning_boost.layout import Decoder, ProjectionGroup, parameters_of, projection_of
+from lightning_boost.model.factor_pair import JOINED, factor_names, out_features
 from lightning_boost.model.initialization import set_module
-from lightning_boost.model.low_rank import LowRankLinear
 from lightning_boost.tensor_parallel.bottleneck import (
     BottleneckParallelLinear,
     DenseMember,
+    DownPlace,
+    FactorPair,
     FeatureShardedEmbedding,
     GroupMember,
     LowRankMember,
     NormalizedProjections,
+    UpPlace,
 )
-from lightning_boost.tensor_parallel.check import check_ends, check_projection, check_whole_model, norm_eps
+from lightning_boost.tensor_parallel.check import (
+    check_ends,
+    check_head_norm,
+    check_projection,
+    check_whole_model,
+    norm_eps,
+)
 from lightning_boost.tensor_parallel.dense import RowParallelLinear, Rows
 from lightning_boost.tensor_parallel.full_rank import (
     ColumnParallelLinear,
@@ -25,6 +34,7 @@ from lightning_boost.tensor_parallel.full_rank import (
     ReplicatedNorm,
 )
 from lightning_boost.tensor_parallel.gathered_norm import GatheredNorm
+from lightning_boost.tensor_parallel.heads import HeadNorm, count_own_heads
 from lightning_boost.tensor_parallel.vocabulary import (
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
@@ -65,8 +75,6 @@ class Scheme(Protocol):
 class BottleneckScheme:
     """The hidden stream stays split over features; the only all-reduces are as wide as the bottleneck."""
 
-    projection_kinds: tuple[type[Module], ...] = (LowRankLinear, Linear)
-
     def check(self, decoder: Decoder) -> None:
         """Check that projections are factor pairs or dense, norms RMSNorms, and that a pair is among them."""
         _check_parts(decoder, self)
@@ -79,14 +87,17 @@ class BottleneckScheme:
             for group in layout.groups:
                 table[f"{layer_name}.{group.norm}.weight"] = OUTPUT_FEATURES
             for name in layout.projections():
-                path, module = f"{layer_name}.{name}", layer.get_submodule(name)
-                if isinstance(module, LowRankLinear):
-                    rows = _is_replicated(decoder, name, size)
-                    table[f"{path}.factor_a.weight"] = INPUT_FEATURES
-                    table[f"{path}.factor_b.weight"] = WHOLE if rows else OUTPUT_FEATURES
-                    table[f"{path}.factor_b.bias"] = WHOLE if rows else OUTPUT_FEATURES
-                else:
+                module = projection_of(layer, name)
+                path = f"{layer_name}.{parameters_of(name, module)}"
+                names = factor_names(module)
+                if names is None:
                     table |= _dense(decoder, path, name, size, lone_bias=OUTPUT_FEATURES)
+                else:
+                    is_whole = _is_replicated(decoder, name, size)
+                    table[path + names.factor_a] = Shard(names.in_dim)
+                    table[path + names.factor_b] = WHOLE if is_whole else Shard(names.out_dim)
+                    table[path + names.bias] = WHOLE if is_whole else OUTPUT_FEATURES
+            table |= _head_norms(decoder, layer_name, layer)
         return table
 
     def swap(self, decoder: Decoder, group: str) -> None:
@@ -96,14 +107,14 @@ class BottleneckScheme:
             for projections in layout.groups:
                 _swap_group(decoder, layer, projections, group)
             for lone in layout.lone_projections:
-                module = layer.get_submodule(lone.projection)
+                module = projection_of(layer, lone.projection)
                 twin: Module
-                if isinstance(module, LowRankLinear):
-                    twin = BottleneckParallelLinear(module, group, lone.chunk)
-                else:
-                    assert isinstance(module, Linear)
+                if isinstance(module, Linear):
                     twin = RowParallelLinear(module, group, lone.chunk, shard_features=True)
-                set_module(layer, lone.projection, twin)
+                else:
+                    twin = BottleneckParallelLinear(module, group, lone.chunk)
+                _place(layer, lone.projection, twin)
+            _swap_heads(decoder, layer, group)
         embedding, final_norm = decoder.part(layout.embedding), decoder.part(layout.final_norm)
         assert isinstance(embedding, Embedding)
         eps = norm_eps(final_norm, layout.final_norm)
@@ -128,8 +139,6 @@ class BottleneckScheme:
 class FullRankScheme:
     """Megatron's form: the hidden stream is whole on every process, all-reduces are as wide as it."""
 
-    projection_kinds: tuple[type[Module], ...] = (Linear,)
-
     def check(self, decoder: Decoder) -> None:
         """Check that projections are dense and norms RMSNorms."""
         _check_parts(decoder, self)
@@ -137,11 +146,12 @@ class FullRankScheme:
     def placements(self, decoder: Decoder, size: int) -> Placements:
         """Return how each parameter is split."""
         table = _ends(decoder, norm=WHOLE)
-        for layer_name in decoder.layers:
+        for layer_name, layer in decoder.layers.items():
             for group in decoder.layout.groups:
                 table[f"{layer_name}.{group.norm}.weight"] = WHOLE
             for name in decoder.layout.projections():
-                table |= _dense(decoder, f"{layer_name}.{name}", name, size, lone_bias=WHOLE)
+                table |= _dense(decoder, f"{layer_name}.{name}.", name, size, lone_bias=WHOLE)
+            table |= _head_norms(decoder, layer_name, layer)
         return table
 
     def swap(self, decoder: Decoder, group: str) -> None:
@@ -158,6 +168,7 @@ class FullRankScheme:
                 module = _linear(layer, lone.projection)
                 twin = RowParallelLinear(module, group, lone.chunk, shard_features=False)
                 set_module(layer, lone.projection, twin)
+            _swap_heads(decoder, layer, group)
         embedding = decoder.part(layout.embedding)
         assert isinstance(embedding, Embedding)
         table: Module
@@ -187,17 +198,19 @@ SCHEMES: dict[str, Scheme] = {"bottleneck": BottleneckScheme(), "full_rank": Ful
 
 def scheme_for(decoder: Decoder) -> Scheme:
     """Return the scheme of a decoder: ``bottleneck`` if any of its projections is a factor pair."""
-    modules = [layer.get_submodule(name) for layer in decoder.layers.values() for name in decoder.layout.projections()]
-    return SCHEMES["bottleneck" if any(isinstance(module, LowRankLinear) for module in modules) else "full_rank"]
+    modules = [projection_of(layer, name) for layer in decoder.layers.values() for name in decoder.layout.projections()]
+    return SCHEMES["bottleneck" if any(map(factor_names, modules)) else "full_rank"]
 
 
-def _check_parts(decoder: Decoder, scheme: "BottleneckScheme | FullRankScheme") -> None:
+def _check_parts(decoder: Decoder, scheme: Scheme) -> None:
     layout = decoder.layout
     for layer_name, layer in decoder.layers.items():
         for group in layout.groups:
             norm_eps(layer.get_submodule(group.norm), f"{layer_name}.{group.norm}")
         for name in layout.projections():
-            check_projection(layer.get_submodule(name), f"{layer_name}.{name}", *scheme.projection_kinds)
+            check_projection(projection_of(layer, name), f"{layer_name}.{name}")
+        for name, norm in _present_head_norms(decoder, layer).items():
+            check_head_norm(norm, f"{layer_name}.{name}", _head_size(decoder, layer))
     norm_eps(decoder.part(layout.final_norm), layout.final_norm)
     check_ends(decoder)
     check_whole_model(decoder, set(scheme.placements(decoder, 2)))
@@ -216,9 +229,22 @@ def _ends(decoder: Decoder, *, norm: Placement) -> Placements:
 def _dense(decoder: Decoder, path: str, name: str, size: int, *, lone_bias: Placement) -> Placements:
     """Return the placements of a dense projection: row-parallel where no norm is in front, else column-parallel."""
     if name in [lone.projection for lone in decoder.layout.lone_projections]:
-        return {f"{path}.weight": INPUT_FEATURES, f"{path}.bias": lone_bias}
+        return {f"{path}weight": INPUT_FEATURES, f"{path}bias": lone_bias}
     placement = WHOLE if _is_replicated(decoder, name, size) else OUTPUT_FEATURES
-    return {f"{path}.weight": placement, f"{path}.bias": placement}
+    return {f"{path}weight": placement, f"{path}bias": placement}
+
+
+def _present_head_norms(decoder: Decoder, layer: Module) -> dict[str, Module]:
+    inside = dict(layer.named_modules())
+    return {name: inside[name] for name in decoder.layout.head_norms if name in inside}
+
+
+def _head_norms(decoder: Decoder, layer_name: str, layer: Module) -> Placements:
+    return {f"{layer_name}.{name}.weight": WHOLE for name in _present_head_norms(decoder, layer)}
+
+
+def _head_size(decoder: Decoder, layer: Module) -> int:
+    return out_features(projection_of(layer, decoder.layout.groups[0].projections[0])) // decoder.attention_heads[0]
 
 
 def _is_replicated(decoder: Decoder, name: str, size: int) -> bool:
@@ -239,16 +265,33 @@ def _linear(layer: Module, name: str) -> Linear:
 def _swap_group(decoder: Decoder, layer: Module, projections: ProjectionGroup, group: str) -> None:
     members: list[GroupMember] = []
     for name in projections.projections:
-        module = layer.get_submodule(name)
-        assert isinstance(module, LowRankLinear | Linear)
-        rows = _own_rows(decoder, name, module.out_features, group)
-        member = LowRankMember(module, rows) if isinstance(module, LowRankLinear) else DenseMember(module, rows)
+        module = projection_of(layer, name)
+        rows = _own_rows(decoder, name, out_features(module), group)
+        member = DenseMember(module, rows) if isinstance(module, Linear) else LowRankMember(module, rows)
         member.join(members)
-        set_module(layer, name, member)
+        _place(layer, name, member)
     norm = layer.get_submodule(projections.norm)
     eps = norm_eps(norm, projections.norm)
     twin = NormalizedProjections(norm, eps, members, decoder.hidden_size, group, projections.chunk)
     set_module(layer, projections.norm, twin)
+
+
+def _place(layer: Module, name: str, twin: Module) -> None:
+    """Put a projection's twin in its place; in two places, where it is two modules."""
+    down, _, up = name.partition(JOINED)
+    if not up:
+        set_module(layer, name, twin)
+        return
+    assert isinstance(twin, FactorPair)
+    set_module(layer, down, DownPlace(twin, down.rpartition(".")[2]))
+    set_module(layer, up, UpPlace(twin, up.rpartition(".")[2]))
+
+
+def _swap_heads(decoder: Decoder, layer: Module, group: str) -> None:
+    """Let a layer's attention count and norm this process's heads."""
+    for name, norm in _present_head_norms(decoder, layer).items():
+        set_module(layer, name, HeadNorm(norm, norm_eps(norm, name), group, name.rpartition(".")[2]))
+    count_own_heads(decoder.attention(layer), decoder.attention_heads, group_size(group))
 
 
 def _swap_norm(owner: Module, name: str, group: str, chunk: str) -> None:

@@ -40,11 +40,13 @@ def compare_with_exact(module: NormalizedProjections, x: Tensor, name: str) -> N
     """
     rows = x.flatten(0, -2)
     online = module.latents(rows)
-    weights = [member.factor_a.weight for member in module.low_rank_members]
+    factors = [
+        member.upright(_whole(member.get_parameter(member.names.factor_a))) for member in module.low_rank_members
+    ]
     gathered = all_gather(rows.contiguous(), module.group, Label("verification", "forward"))
     whole = gathered.transpose(0, 1).flatten(1)
     wide = whole.to(wide_dtype(whole.dtype))
-    exact = linear(_whole(module.weight) * normalize(wide, module.eps), torch.cat([_whole(w) for w in weights]))
+    exact = linear(_whole(module.weight) * normalize(wide, module.eps), torch.cat(factors))
     difference = (online - exact).abs()
     return NormDifference(name, difference.max().item(), difference.mean().item(), exact.abs().max().item())
 

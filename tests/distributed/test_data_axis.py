@@ -2,11 +2,13 @@
 
 import contextlib
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from lightning_boost import BoostParallelStrategy, LowRankLanguageModel, TextDataModule, data_parallel
 from lightning_boost.commands.parity import SHAPES, model_config
@@ -14,6 +16,9 @@ from lightning_boost.config import IGNORED_LABEL
 from lightning_boost.gradients import global_gradient_norm
 from lightning_boost.layout import find_decoder
 from lightning_boost.mesh import DATA_AXIS, ParallelSizes, build_mesh
+from lightning_boost.model.initialization import initialize
+from lightning_boost.model.llama import LlamaForCausalLM
+from lightning_boost.model.loss import loss_of
 from lightning_boost.parallelize import parallelize
 from lightning_boost.parity import check_parity
 from lightning_boost.strategy import boost
@@ -212,3 +217,75 @@ def test_another_data_axis_for_a_module_that_is_spread_is_refused():
         assert "data_axis ('replicate') must be 'shard': an earlier Trainer has spread this module so" in error
     assert run_processes(_other_axis, 2, "shard", "shard") == ["", ""]
     assert run_processes(_other_axis, 1, "shard", "replicate") == [""]
+
+
+class _OwnLoss(LlamaForCausalLM):
+    """Takes its loss from logits, as Hugging Face's models do, and returns it in one of their forms."""
+
+    def __init__(self, config, form):
+        super().__init__(config)
+        del self.loss
+        self.form = form
+
+    def forward(self, input_ids, labels=None):
+        logits = self.lm_head(self.model(input_ids))
+        loss = None if labels is None else cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        forms = {"mapping": dict, "object": SimpleNamespace, "tuple": lambda loss, logits: (loss, logits)}
+        return loss if self.form == "alone" else forms[self.form](loss=loss, logits=logits)
+
+
+def _own_loss_errors(form, data_axis, tensor, plant=None, nothing_on_one=False):
+    if plant is not None:
+        plant()
+    config = small_config()
+    with torch.device("meta"):
+        model, reference = _OwnLoss(config, form), _OwnLoss(config, form)
+    initialize(reference, seed=SEED)
+    replicas = dist.get_world_size() // tensor
+    mesh = build_mesh(ParallelSizes(tensor_parallel_size=tensor, data_parallel_size=replicas), "cpu")
+    parallelize(find_decoder(model), mesh, device=CPU, seed=SEED, data_axis=data_axis)
+    batch = masked_batch(config.vocab_size)
+    if nothing_on_one:
+        batch["labels"][1::replicas] = IGNORED_LABEL
+    replica = mesh[DATA_AXIS].get_local_rank()
+    mine = {name: value[replica::replicas] for name, value in batch.items()}
+    loss = loss_of(model(mine["input_ids"], mine["labels"]) if form == "tuple" else model(**mine))
+    loss.backward()
+    expected = loss_of(reference(**batch))
+    expected.backward()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    if nothing_on_one:
+        return gradient_errors(model, reference)
+    with torch.no_grad():
+        alone = loss_of(model(**mine)) - loss_of(reference(**mine))
+    return {
+        "loss": abs(mean.item() / dist.get_world_size() - expected.item()),
+        "alone": abs(alone.item()),
+    } | gradient_errors(model, reference)
+
+
+@pytest.mark.parametrize("form", ["alone", "mapping", "object", "tuple"])
+def test_a_loss_of_the_model_s_own_is_weighed_by_tokens(form):
+    """In evaluation it is the replica's own."""
+    for errors in run_processes(_own_loss_errors, 2, form, "shard" if form == "object" else "replicate", 1):
+        assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
+
+
+def test_it_is_so_where_layers_are_shared():
+    for errors in run_processes(_own_loss_errors, 4, "object", "shard", 2):
+        assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
+
+
+def test_a_replica_without_a_valid_label_adds_nothing():
+    """known_failures A41: the model's own mean over no label is no number."""
+    for errors in run_processes(_own_loss_errors, 2, "object", "replicate", 1, None, True):
+        assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
+
+
+def unweighted():
+    data_parallel.TokenWeights.weighted = lambda self, loss, labels: loss
+
+
+def test_a_loss_that_is_not_weighed_is_seen():
+    assert max(run_processes(_own_loss_errors, 2, "object", "replicate", 1, unweighted)[0].values()) > 1e-2

@@ -145,7 +145,7 @@ def test_it_is_exact(make_module):
         (_SecondReader, "computes something else once strategy 'boost' has split it"),
         (_HeadsFromConstant, "computes something else once strategy 'boost' has split it"),
         (_ScaledByWidth, "computes something else once strategy 'boost' has split it"),
-        (_Softmax, "activation is a Softmax and must be"),
+        (_Softmax, "is a LowRankLinear and must compute B σ"),
         (_ChannelDropout, "dropout is a Dropout1d and must be a torch.nn.Dropout"),
     ],
 )

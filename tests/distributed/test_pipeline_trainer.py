@@ -152,21 +152,80 @@ def test_a_checkpoint_goes_on_on_another_layout(tmp_path, saved_on, loaded_on):
         assert losses == pytest.approx(uninterrupted[4:], rel=1e-6)
 
 
+class _NotingDtypes(Module):
+    """Notes in which dtype the layers' linears compute in training."""
+
+    def on_train_start(self):
+        self.computed = set()
+        for name, submodule in self.named_modules():
+            if isinstance(submodule, torch.nn.Linear) and "layers" in name:
+                submodule.register_forward_hook(lambda _, __, output: self.computed.add(output.dtype))
+
+
 def _narrow(pipeline, precision):
     torch.manual_seed(5)
-    module = Module()
+    module = _NotingDtypes()
     trainer_for(strategy=strategy(pipeline), max_epochs=2, precision=precision).fit(module, batches(8))
-    dtypes = {parameter.dtype for parameter in module.parameters()}
-    return module.losses, dtypes
+    return module.losses, {parameter.dtype for parameter in module.parameters()}, module.computed
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
 def test_narrow_precisions_are_those_of_one_process(precision, dtype):
     """Under mixed precision the stages compute in bf16, and their borders and backwards are as without a pipeline."""
-    expected, _ = run_processes(_narrow, 1, 1, precision)[0]
-    for losses, dtypes in run_processes(_narrow, 2, 2, precision):
+    expected, _, _ = run_processes(_narrow, 1, 1, precision)[0]
+    for losses, dtypes, computed in run_processes(_narrow, 2, 2, precision):
         assert losses == pytest.approx(expected, rel=5e-3)
         assert dtypes == {dtype}
+        assert computed == {torch.bfloat16}
+
+
+def _second_trainer(first, second):
+    module = Module()
+    trainer_for(strategy=strategy(2, **first), max_steps=1).fit(module, batches(8))
+    try:
+        trainer_for(strategy=strategy(2, **second)).validate(module, batches(8), verbose=False)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({"num_microbatches": 4}, "num_microbatches (4) must be 2: an earlier Trainer has spread this module so"),
+        ({"num_microbatches": 2, "pipeline_schedule": "gpipe"}, "pipeline_schedule ('gpipe') must be '1f1b'"),
+        ({"num_microbatches": 2}, ""),
+    ],
+)
+def test_other_options_for_a_module_that_is_on_a_pipeline_are_refused(second, message):
+    for error in run_processes(_second_trainer, 2, {"num_microbatches": 2}, second):
+        assert error.startswith(message)
+        assert bool(error) == bool(message)
+
+
+def test_options_of_a_pipeline_that_is_none_are_told_to_be_unused():
+    with pytest.warns(UserWarning, match="num_microbatches, .* mean nothing with pipeline_parallel_size 1"):
+        strategy(1, num_microbatches=4)
+
+
+class _OwnZeroing(Module):
+    zeroed = 0
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        assert all(parameter.grad is None for parameter in self.parameters()) or not self.zeroed % 2
+        self.zeroed += 1
+        optimizer.zero_grad()
+
+
+def _zeroed():
+    module = _OwnZeroing()
+    trainer_for(strategy=strategy(2), max_steps=3).fit(module, batches(8))
+    return module.zeroed
+
+
+def test_gradients_are_released_as_the_module_wants():
+    """Before a batch goes through the pipeline, and by Lightning behind the loss."""
+    assert run_processes(_zeroed, 2) == [6, 6]
 
 
 def _dropped():

@@ -27,6 +27,7 @@ from tests.processes import run_processes
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 EXAMPLE = ROOT / "examples" / "own_model.py"
+HUGGING_FACE = ROOT / "examples" / "hugging_face.py"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FIRST_SCREEN = 60
 
@@ -290,13 +291,14 @@ def test_the_trainer_snippet_runs(tmp_path):
 # ---- your own model
 
 
-def test_the_page_shows_the_example_verbatim():
+def test_the_page_shows_the_examples_verbatim():
     blocks = _python_blocks(ROOT / "docs" / "your_own_model.md")
     assert blocks[0] == EXAMPLE.read_text()
+    assert HUGGING_FACE.read_text() in blocks
 
 
-def _run_example(devices, block=None):
-    spec = importlib.util.spec_from_file_location("own_model", EXAMPLE)
+def _run_example(devices, block=None, path=EXAMPLE):
+    spec = importlib.util.spec_from_file_location("own_model", path)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     if block is not None:
@@ -306,9 +308,9 @@ def _run_example(devices, block=None):
     return type(module).__name__, module.trainer.callback_metrics["val_loss"].item()
 
 
-def _same_loss_on_two_processes(block=None):
-    ((name, expected),) = run_processes(_run_example, 1, 1, block)
-    for found, loss in run_processes(_run_example, 2, 2, block):
+def _same_loss_on_two_processes(block=None, path=EXAMPLE):
+    ((name, expected),) = run_processes(_run_example, 1, 1, block, path)
+    for found, loss in run_processes(_run_example, 2, 2, block, path):
         assert found == name
         assert loss == pytest.approx(expected, abs=1e-5)
     return name, expected
@@ -321,6 +323,10 @@ def test_the_example_trains_on_two_processes_as_on_one():
     assert (plain_name, name) == ("OwnModel", "OwnModelWithoutLogits")
     # both start and learn alike; the smoothing alone sets them apart
     assert 1e-3 < abs(smoothed - plain) < 1.0
+
+
+def test_the_hugging_face_example_does_too():
+    assert _same_loss_on_two_processes(path=HUGGING_FACE)[0] == "FineTuning"
 
 
 def test_the_example_runs_as_a_script(tmp_path):

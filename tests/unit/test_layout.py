@@ -128,7 +128,7 @@ def _change(path, module):
     [
         (
             _change("model.layers.1.mlp.down_proj", nn.Bilinear(173, 3, 64)),
-            r"model.layers.1.mlp.down_proj is a Bilinear and must be a LowRankLinear or a Linear",
+            r"model.layers.1.mlp.down_proj is a Bilinear and must be a torch.nn.Linear, .* or hold two factors",
         ),
         (
             _change("model.layers.0.input_layernorm", nn.LayerNorm(64)),

@@ -8,8 +8,10 @@ import torch
 
 from lightning_boost.config import IGNORED_LABEL
 from lightning_boost.layout import find_decoder
-from lightning_boost.pipeline_parallel.microbatches import bind, cut_batch, map_tensors, merge_outputs
+from lightning_boost.model.loss import loss_of
+from lightning_boost.pipeline_parallel.microbatches import bind, cut_batch
 from lightning_boost.pipeline_parallel.options import PipelineOptions
+from lightning_boost.pipeline_parallel.outputs import LossOutput, map_tensors, merge_outputs
 from lightning_boost.pipeline_parallel.split import check_pipeline, given_layers, layer_costs, split_layers
 from tests.models import masked_batch, meta_model, small_config
 
@@ -68,6 +70,9 @@ def test_a_weight_in_two_layers_is_refused(share):
     ("options", "message"),
     [
         ({"schedule": "zero_bubble"}, "zero-bubble schedules would run each fused backward twice"),
+        ({"num_microbatches": 2.5}, r"num_microbatches \(2\.5\) must be a whole number"),
+        ({"virtual_stages": True}, r"virtual_stages \(True\) must be a whole number"),
+        ({"layers_per_stage": [2, "2"]}, r"each of layers_per_stage \('2'\) must be a whole number"),
         ({"schedule": "fast"}, "must be one of '1f1b', 'gpipe', 'interleaved_1f1b'"),
         ({"virtual_stages": 2}, r"virtual_stages \(2\) must be at least 2 with .* 'interleaved_1f1b', and 1 with"),
         ({"schedule": "interleaved_1f1b"}, r"virtual_stages \(1\) must be at least 2"),
@@ -164,3 +169,20 @@ def test_what_is_no_batch_of_tokens_is_refused():
         bind(_forward, (torch.arange(3),), {})
     with pytest.raises(TypeError, match="must return tensors"):
         merge_outputs([object()], cut_batch({"input_ids": torch.zeros(2, 3)}, 1))
+
+
+@pytest.mark.parametrize("holder", [lambda loss: loss, lambda loss: (loss, 1), lambda loss: {"loss": loss}, LossOutput])
+def test_a_loss_is_found_where_models_return_it(holder):
+    loss = torch.tensor(2.0)
+    assert loss_of(holder(loss)) is loss
+    assert loss_of(holder(torch.zeros(3))) is None
+
+
+def test_a_loss_is_all_that_an_output_with_labels_holds():
+    output = LossOutput(torch.tensor(2.0))
+    assert output.loss is output["loss"] is output[0]
+    assert not hasattr(output, "logits")
+    with pytest.raises(RuntimeError, match=r"gives its loss alone .* 'logits' was asked for\. Call it without labels"):
+        output["logits"]
+    with pytest.raises(RuntimeError, match="gives its loss alone"):
+        _loss, _logits = output
