@@ -32,6 +32,7 @@ __all__ = [
     "collect_random_states",
     "default_store",
     "detects_anomalies",
+    "is_at_last_batch",
     "restore_random_states",
     "without_recorded_names",
 ]
@@ -201,6 +202,12 @@ def _nothing() -> None:
 def detects_anomalies(trainer: Trainer) -> bool:
     """Return whether a Trainer was given ``detect_anomaly=True``."""
     return trainer._detect_anomaly
+
+
+def is_at_last_batch(trainer: Trainer) -> bool:
+    """Return whether what validates, tests or predicts is at its last batch."""
+    loop = trainer._active_loop
+    return loop is not None and loop.batch_progress.is_last_batch
 
 
 @contextmanager
