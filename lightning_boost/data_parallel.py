@@ -59,8 +59,8 @@ def _end_evaluation(root: nn.Module, *_: object) -> None:
 class EqualCalls:
     """Has replicas that share out parameters call the model equally often in evaluation, whatever batches they have.
 
-    Every one of them is needed to gather parameters. One that has no batch left calls the model with its last one again,
-    for nothing, as long as another goes on.
+    Every one of them is needed to gather parameters. One that has no batch left calls the model with its last one
+    again, for nothing, as long as another goes on.
 
     Communication: one all-reduce of one number over the data axis in each forward that is not trained on.
 

@@ -23,7 +23,7 @@ from lightning_boost.layout import Decoder, DecoderLayout
 from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, AutoSize, ParallelSizes, build_mesh
 from lightning_boost.pipeline_parallel.options import PipelineOptions, Schedule
 from lightning_boost.strategy.accumulation import short_window_factor
-from lightning_boost.strategy.faults import PeerWatch
+from lightning_boost.strategy.faults import PeerWatch, watch_starter
 from lightning_boost.strategy.lightning_internals import (
     IS_INTERACTIVE,
     CheckedLauncher,
@@ -126,6 +126,7 @@ class BoostParallelStrategy(ResumableStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        watch_starter()
         if self.cluster_environment.creates_processes_externally or self.num_processes * self.num_nodes == 1:
             return
         if IS_INTERACTIVE:

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 __all__ = [
     "IS_INTERACTIVE",
+    "STARTED_BY",
     "CheckedLauncher",
     "SignalFlags",
     "at_step_borders",
@@ -38,6 +39,9 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+
+STARTED_BY = "LIGHTNING_BOOST_STARTED_BY"
+"""Environment variable that tells a process which one started it."""
 
 _CHILD_POLL_SECONDS = 0.5
 _CHILD_GRACE_SECONDS = 12.0
@@ -71,7 +75,9 @@ class CheckedLauncher(_SubprocessScriptLauncher):
         """Check, start the other processes of this node, and run ``function``."""
         self._check(trainer)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        os.environ[STARTED_BY] = str(os.getpid())
         self._call_children_scripts()
+        del os.environ[STARTED_BY]
         # Lightning's own observer kills this process as soon as a child has ended, with no time to say why
         threading.Thread(target=self._watch_children, daemon=True, name="lightning_boost_child_watch").start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
@@ -206,8 +212,8 @@ def detects_anomalies(trainer: Trainer) -> bool:
 
 def is_at_last_batch(trainer: Trainer) -> bool:
     """Return whether what validates, tests or predicts is at its last batch."""
-    loop = trainer._active_loop
-    return loop is not None and loop.batch_progress.is_last_batch
+    loop: Any = trainer._active_loop
+    return bool(loop.batch_progress.is_last_batch)
 
 
 @contextmanager
