@@ -213,7 +213,7 @@ class BoostParallelStrategy(ResumableStrategy):
         decoder, spread = decoder_of(module, self.layout), find_spread(module)
         self.sizes = sizes = self._resolve_sizes(decoder)
         if self._device_mesh is None:
-            self._device_mesh = build_mesh(sizes, self.root_device.type)
+            self._device_mesh = build_mesh(sizes, self.root_device.type, self.timeout)
         module._device_mesh = self._device_mesh
         before = next(decoder.root.parameters()).dtype
         self.model = self.precision_plugin.convert_module(module)

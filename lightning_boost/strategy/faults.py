@@ -54,8 +54,8 @@ def _watch_starter(starter: int) -> None:
     while not dist.is_initialized():
         if os.getppid() != starter:
             _end(
-                f"Process {os.environ.get('LOCAL_RANK')} of this node is ended: process 0, which started it, was killed or"
-                " has ended before they shared a group."
+                f"Process {os.environ.get('LOCAL_RANK')} of this node is ended: process 0, which started it, was killed"
+                " or has ended before they shared a group."
             )
         time.sleep(_POLL_SECONDS)
 
@@ -102,7 +102,7 @@ class PeerWatch:
             return _PATIENCE_WITH_WAITING
         self._grace_seconds = _OWN_GRACE_SECONDS
         mine = f"process {self._process}: {type(exception).__name__}: {exception}"
-        is_timeout = _says(exception, "timed out")
+        is_timeout = _says(exception, "timed out", "application timeout")
         try:
             if is_timeout:
                 mine += self._who_did_not_come()
@@ -157,8 +157,8 @@ def _end(message: str) -> None:
     os._exit(1)
 
 
-def _says(exception: BaseException, words: str) -> bool:
-    return isinstance(exception, RuntimeError) and words in str(exception).lower()
+def _says(exception: BaseException, *words: str) -> bool:
+    return isinstance(exception, RuntimeError) and any(each in str(exception).lower() for each in words)
 
 
 def _where_the_main_thread_is() -> str:

@@ -62,10 +62,10 @@ pytestmark = needs_proc
 STANDALONE = (*TORCHRUN, "--standalone", "--nproc_per_node")
 
 
-def _run(folder, devices, nodes=1, stages=1, *, failing=-1, how="none", timeout=1800, launcher=(), variables=({},)):
+def _run(folder, devices, nodes=1, stages=1, *, failing=-1, how="none", timeout=1800, launcher=(), variables=()):
     """Start once for each node; return exit codes, everything that was said, and the seconds after a fault."""
     arguments = (devices, nodes, stages, timeout, failing, how)
-    processes = [start(folder, SCRIPT, *arguments, launcher=launcher, **each) for each in variables]
+    processes = [start(folder, SCRIPT, *arguments, launcher=launcher, **each) for each in variables or ({},)]
     codes, outputs, seconds = finish(folder, *processes)
     return codes, "".join(outputs), seconds
 
