@@ -196,9 +196,9 @@ class _SavesOnce(UsersModule):
             self.trainer.save_checkpoint(self.path)
 
 
-def _slower_than_the_timeout(path):
+def _slower_than_the_timeout(path, in_background):
     """One process writes for longer than any collective of training may take."""
-    strategy = BoostParallelStrategy(2, save_in_background=True, timeout=TIMEOUT)
+    strategy = BoostParallelStrategy(2, save_in_background=in_background, timeout=TIMEOUT)
     _set_pg_timeout(TIMEOUT)
     if dist.get_rank() == 1:
         _slow_writer(2 * TIMEOUT.total_seconds())
@@ -208,7 +208,8 @@ def _slower_than_the_timeout(path):
     return len(module.losses)
 
 
-def test_a_save_may_take_longer_than_the_timeout(tmp_path):
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_save_may_take_longer_than_the_timeout(tmp_path, in_background):
     """known_failures A81."""
-    assert run_processes(_slower_than_the_timeout, 2, tmp_path / "a.ckpt") == [4, 4]
+    assert run_processes(_slower_than_the_timeout, 2, tmp_path / "a.ckpt", in_background) == [4, 4]
     assert (tmp_path / "a.ckpt").is_dir()
