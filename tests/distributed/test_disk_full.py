@@ -17,7 +17,7 @@ class _LargeState(UsersModule):
     """Has so much in the trainer's state that its file is larger than any other but a share."""
 
     def on_save_checkpoint(self, checkpoint):
-        checkpoint["filler"] = "x" * 80_000
+        checkpoint["filler"] = "x" * 40_000
 
 
 def _save_with_little_room(folder, failing, limit):
