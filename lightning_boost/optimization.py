@@ -76,9 +76,7 @@ def parameter_groups(
             continue
         factor = next((factor for pattern, factor in (factors or {}).items() if fnmatchcase(name, pattern)), 1.0)
         decay = weight_decay if decay_all or parameter.dim() > 1 else 0.0
-        group = groups.setdefault(
-            (factor, decay), {"params": [], "lr": factor * learning_rate, "weight_decay": decay}
-        )
+        group = groups.setdefault((factor, decay), {"params": [], "lr": factor * learning_rate, "weight_decay": decay})
         group["params"].append(parameter)
     # a stage of a pipeline may hold nothing that is trained, and has its optimizer too
     return list(groups.values()) or [{"params": []}]
