@@ -73,7 +73,8 @@ class CheckpointSave:
         path: Directory to make. If it exists, it is replaced once the new one is complete.
         tensors: State of the model and of optimizers; each process hands in its shares.
         trainer_state: The rest; process 0's is written.
-        background_group: For a save in the background, a process group that nothing else communicates over.
+        group: Of all processes, that nothing else communicates over; it may have a longer timeout than others.
+        in_background: Whether to return before it is written.
 
     Raises:
         OSError: If process 0 cannot write the rest; all processes raise.
@@ -86,7 +87,8 @@ class CheckpointSave:
         tensors: dict[str, Any],
         trainer_state: dict[str, Any],
         *,
-        background_group: ProcessGroup | None = None,
+        group: ProcessGroup | None = None,
+        in_background: bool = False,
     ) -> None:
         self.path = path
         self._new: NewDirectory | None = None
@@ -99,13 +101,13 @@ class CheckpointSave:
         self._error: str | None = None
         self._future: Future[Any] | None = None
         plain = _plain_numbers(tensors)
-        if background_group is None:
+        if not in_background:
             try:
-                dcp.save(plain, checkpoint_id=unfinished(path))
+                dcp.save(plain, checkpoint_id=unfinished(path), process_group=group)
             except (CheckpointException, OSError) as error:
                 self._error = _cause(error)
             return
-        response = dcp.async_save(plain, checkpoint_id=unfinished(path), process_group=background_group)
+        response = dcp.async_save(plain, checkpoint_id=unfinished(path), process_group=group)
         assert isinstance(response, Future)
         self._future = response
         if (new := self._new) is not None:

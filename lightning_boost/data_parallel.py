@@ -40,7 +40,9 @@ def apply_data_axis(root: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, 
         if data_axis == "replicate":
             replicate(unit, mesh=mesh[DATA_AXIS])
         else:
-            axes = mesh[REPLICATE_AXIS, SHARD_AXIS] if data_axis == "hybrid" else mesh[DATA_AXIS]
+            # where each pipeline stage stands in one node, hybrid has nothing to replicate
+            is_hybrid = REPLICATE_AXIS in (mesh.mesh_dim_names or ())
+            axes = mesh[REPLICATE_AXIS, SHARD_AXIS] if is_hybrid else mesh[DATA_AXIS]
             # the root's own parameters are used at both ends of forward: gathering them twice would gain nothing
             fully_shard(unit, mesh=axes, reshard_after_forward=unit is not root)
     root.register_forward_hook(_end_evaluation)
@@ -53,6 +55,66 @@ def _end_evaluation(root: nn.Module, *_: object) -> None:
     for unit in root.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
+
+
+class EqualCalls:
+    """Has replicas that share out parameters call the model equally often in evaluation, whatever batches they have.
+
+    Every one of them is needed to gather parameters. One that has no batch left calls the model with its last one
+    again, for nothing, as long as another goes on.
+
+    Communication: one all-reduce of one number over the data axis in each forward that is not trained on.
+
+    Args:
+        root: The model, whose ``forward`` is called.
+        mesh: The data axis.
+        device: Where this process computes.
+    """
+
+    def __init__(self, root: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+        self._group, self._device = mesh.get_group(), device
+        self._last: tuple[Any, Any] | None = None
+        self._is_catching_up = False
+        root.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        root.__dict__[_EQUAL_CALLS] = self
+
+    def _before(self, root: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled() and not self._is_catching_up:
+            self._last = args, kwargs
+            self._vote(1)
+
+    def catch_up(self, root: nn.Module) -> None:
+        """Call the model until no replica does any more; this one has no batch left.
+
+        Raises:
+            RuntimeError: If others call it, and this one never has.
+        """
+        self._is_catching_up = True
+        try:
+            while self._vote(0).item():
+                if self._last is None:
+                    raise RuntimeError(
+                        "other replicas call the model in evaluation, and this one has not once: with data_axis"
+                        " 'shard' or 'hybrid' each needs a batch at least."
+                    )
+                root(*self._last[0], **self._last[1])
+        finally:
+            self._last, self._is_catching_up = None, False
+
+    def _vote(self, goes_on: int) -> Tensor:
+        votes = torch.tensor(goes_on, device=self._device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group)
+        return votes
+
+
+_EQUAL_CALLS = "_boost_equal_calls"
+
+
+def catch_up_with_replicas(root: nn.Module) -> None:
+    """Where replicas need one another to evaluate, go on as long as another does; call it after the last batch."""
+    calls: EqualCalls | None = root.__dict__.get(_EQUAL_CALLS)
+    if calls is not None:
+        calls.catch_up(root)
 
 
 def set_gradient_sync(root: nn.Module, enabled: bool) -> None:

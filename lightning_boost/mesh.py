@@ -4,9 +4,11 @@
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 PIPELINE_AXIS = "pipeline_parallel"
 DATA_AXIS = "data_parallel"
@@ -77,7 +79,7 @@ class ParallelSizes:
         return " × ".join(used) if used else "one process"
 
 
-def build_mesh(sizes: ParallelSizes, device_type: str) -> DeviceMesh:
+def build_mesh(sizes: ParallelSizes, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
     """Build the mesh of all processes; the process group must exist.
 
     With a hybrid data axis there are two axes in its place, and ``mesh[DATA_AXIS]`` is both.
@@ -85,14 +87,21 @@ def build_mesh(sizes: ParallelSizes, device_type: str) -> DeviceMesh:
     Args:
         sizes: Processes along each axis.
         device_type: ``"cpu"`` or ``"cuda"``.
+        timeout: Of collectives on an axis; ``None``: torch's own, whatever that of the process group is.
     """
     pipeline, data, tensor = sizes.pipeline_parallel_size, sizes.data_parallel_size, sizes.tensor_parallel_size
-    if sizes.data_replicate_size == 1:
-        names = (PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS)
-        return init_device_mesh(device_type, (pipeline, data, tensor), mesh_dim_names=names)
-    shape = (pipeline, sizes.data_replicate_size, data // sizes.data_replicate_size, tensor)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=(PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS))
-    mesh[REPLICATE_AXIS, SHARD_AXIS]._flatten(DATA_AXIS)
+    shape: tuple[int, ...] = (pipeline, data, tensor)
+    names: tuple[str, ...] = (PIPELINE_AXIS, DATA_AXIS, TENSOR_AXIS)
+    if sizes.data_replicate_size > 1:
+        shape = (pipeline, sizes.data_replicate_size, data // sizes.data_replicate_size, tensor)
+        names = (PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    if sizes.data_replicate_size > 1:
+        mesh[REPLICATE_AXIS, SHARD_AXIS]._flatten(DATA_AXIS)
+    if timeout is not None:
+        for name in {*names, DATA_AXIS}:
+            # new groups do not take over the timeout of the first
+            _set_pg_timeout(timeout, mesh[name].get_group())
     return mesh
 
 

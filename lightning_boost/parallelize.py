@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_boost.collectives import register_group
-from lightning_boost.data_parallel import DataAxis, TokenWeightedLoss, TokenWeights, apply_data_axis
+from lightning_boost.data_parallel import DataAxis, EqualCalls, TokenWeightedLoss, TokenWeights, apply_data_axis
 from lightning_boost.gradients import mark_as_parts
 from lightning_boost.layout import Decoder
 from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, shard_bounds
@@ -52,6 +52,7 @@ def parallelize(
     scheme, root, options = scheme_for(decoder), decoder.root, pipeline or PipelineOptions()
     tensor_mesh, has_own_loss = mesh[TENSOR_AXIS], decoder.own_loss is not None
     is_split, is_piped = tensor_mesh.size() > 1, mesh[PIPELINE_AXIS].size() > 1
+    is_shared_out = mesh[DATA_AXIS].size() > 1 and data_axis != "replicate"
     placements = scheme.placements(decoder, tensor_mesh.size()) if is_split else None
     width = scheme.hidden_width(decoder, tensor_mesh.size())
     plan = plan_stages(decoder, mesh[PIPELINE_AXIS].size(), mesh[PIPELINE_AXIS].get_local_rank(), options)
@@ -71,8 +72,11 @@ def parallelize(
             apply_data_axis(stage, list(stage.own_layers), mesh, data_axis)
         if not stages:
             apply_data_axis(root, list(decoder.layers.values()), mesh, data_axis)
+    if is_shared_out:
+        EqualCalls(root, mesh[DATA_AXIS], device)
     if is_piped:
-        install_pipeline(root, Pipeline(root, stages, mesh, device=device, options=options, width=width))
+        pipe = Pipeline(root, stages, mesh, device=device, options=options, width=width, is_shared_out=is_shared_out)
+        install_pipeline(root, pipe)
 
 
 def weigh_by_tokens(decoder: Decoder, weights: TokenWeights, *, has_own_loss: bool) -> None:

@@ -55,6 +55,7 @@ class Pipeline:
         device: Where this process computes.
         options: Schedule and number of micro-batches.
         width: Features of the hidden stream on one process.
+        is_shared_out: Whether replicas on the data axis share out parameters.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Pipeline:
         device: torch.device,
         options: PipelineOptions,
         width: int,
+        is_shared_out: bool = False,
     ) -> None:
         self._model_forward = MethodType(type(root).forward, root)
         self._stages = stages
@@ -73,6 +75,7 @@ class Pipeline:
         self._device = device
         self._options = options
         self._width = width
+        self._is_shared_out = is_shared_out
         self._dtype = next(root.parameters()).dtype
         # once: between a unit's gathering and its release the modules show other parameters
         self._parameters = [parameter for stage in stages for parameter in stage.parameters()]
@@ -102,8 +105,7 @@ class Pipeline:
                 "a model on a pipeline gives no outputs to take a loss from: gradients are made while micro-batches"
                 " pass the stages. Call it with labels, loss = model(…, labels=…), or under torch.no_grad()."
             )
-        num_samples = len(next(iter(arguments.values())))
-        microbatches = cut_batch(arguments, self._options.count_for(num_samples, self._axis.size()))
+        microbatches = cut_batch(arguments, self._count_for(len(next(iter(arguments.values())))))
         weights = self._weights(microbatches, over_replicas=is_trained) if has_labels else []
         self._run = run = _Run(microbatches, weights, self._autocast_state())
         try:
@@ -121,6 +123,15 @@ class Pipeline:
             "a model on a pipeline cannot be copied: it is tied to other processes. Copy it before Trainer.fit, or copy"
             " its state_dict()."
         )
+
+    def _count_for(self, num_samples: int) -> int:
+        """Return the number of micro-batches: where replicas share out parameters, all gather them as often."""
+        count = self._options.count_for(num_samples, self._axis.size())
+        if not self._is_shared_out:
+            return count
+        counts = torch.tensor(count, device=self._device)
+        dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=self._data_axis.get_group())
+        return int(counts)
 
     def _train(self, run: _Run) -> Tensor | LossOutput:
         with gradients_set_aside(self._parameters) as made:

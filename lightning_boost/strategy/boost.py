@@ -17,15 +17,25 @@ from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_boost.data_parallel import DataAxis, set_gradient_sync
+from lightning_boost.data_parallel import DataAxis, catch_up_with_replicas, set_gradient_sync
 from lightning_boost.gradients import clip_gradients_by_norm, scale_gradients
 from lightning_boost.layout import Decoder, DecoderLayout
 from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, AutoSize, ParallelSizes, build_mesh
 from lightning_boost.pipeline_parallel.options import PipelineOptions, Schedule
 from lightning_boost.strategy.accumulation import short_window_factor
-from lightning_boost.strategy.faults import PeerWatch
-from lightning_boost.strategy.lightning_internals import IS_INTERACTIVE, CheckedLauncher, without_recorded_names
-from lightning_boost.strategy.module_checks import check_none_outside, check_optimizers, check_same_dtype
+from lightning_boost.strategy.faults import PeerWatch, watch_starter
+from lightning_boost.strategy.lightning_internals import (
+    IS_INTERACTIVE,
+    CheckedLauncher,
+    is_at_last_batch,
+    without_recorded_names,
+)
+from lightning_boost.strategy.module_checks import (
+    check_called_as_whole,
+    check_none_outside,
+    check_optimizers,
+    check_same_dtype,
+)
 from lightning_boost.strategy.random_numbers import agree_on_random_numbers
 from lightning_boost.strategy.resumable import ResumableStrategy
 from lightning_boost.strategy.signals import stop_at_step_borders
@@ -116,6 +126,7 @@ class BoostParallelStrategy(ResumableStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        watch_starter()
         if self.cluster_environment.creates_processes_externally or self.num_processes * self.num_nodes == 1:
             return
         if IS_INTERACTIVE:
@@ -202,7 +213,7 @@ class BoostParallelStrategy(ResumableStrategy):
         decoder, spread = decoder_of(module, self.layout), find_spread(module)
         self.sizes = sizes = self._resolve_sizes(decoder)
         if self._device_mesh is None:
-            self._device_mesh = build_mesh(sizes, self.root_device.type)
+            self._device_mesh = build_mesh(sizes, self.root_device.type, self.timeout)
         module._device_mesh = self._device_mesh
         before = next(decoder.root.parameters()).dtype
         self.model = self.precision_plugin.convert_module(module)
@@ -238,29 +249,14 @@ class BoostParallelStrategy(ResumableStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``training_step``; on a data axis, see to it that the model was called as a whole.
-
-        Raises:
-            RuntimeError: If its parts were called past its ``forward``: torch then averages no gradients of theirs.
-        """
+        """Run the module's ``training_step``; on a data axis, see to it that the model was called as a whole."""
         if self.sizes.pipeline_parallel_size > 1:
             self._release_gradients()
         if self.sizes.data_parallel_size == 1:
             return super().training_step(*args, **kwargs)
         assert self._root is not None
-        calls: list[bool] = []
-        handle = self._root.register_forward_pre_hook(lambda *_: calls.append(True))
-        try:
-            result = super().training_step(*args, **kwargs)
-        finally:
-            handle.remove()
-        if not calls:
-            raise RuntimeError(
-                f"training_step did not call {type(self._root).__name__} but only parts of it. With data_parallel_size"
-                " above 1 gradients are averaged as the whole model is called: give it a forward that does what"
-                " training_step needs, and call that."
-            )
-        return result
+        with check_called_as_whole(self._root):
+            return super().training_step(*args, **kwargs)
 
     def _release_gradients(self) -> None:
         """Drop the last step's gradients before a pipeline makes new ones; Lightning does so only after the loss."""
@@ -297,6 +293,32 @@ class BoostParallelStrategy(ResumableStrategy):
             yield
         finally:
             set_gradient_sync(self._root, True)
+
+    # ---- evaluation ----------------------------------------------------------------------------------------------
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().validation_step(*args, **kwargs)
+        self._catch_up_after_last_batch()
+        return result
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().test_step(*args, **kwargs)
+        self._catch_up_after_last_batch()
+        return result
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().predict_step(*args, **kwargs)
+        self._catch_up_after_last_batch()
+        return result
+
+    def _catch_up_after_last_batch(self) -> None:
+        # before metrics are summed up over replicas, which all of them must come to
+        if is_at_last_batch(self._module.trainer):
+            assert self._root is not None
+            catch_up_with_replicas(self._root)
 
     # ---- what processes agree on ---------------------------------------------------------------------------------
 

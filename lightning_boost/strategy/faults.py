@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_boost.strategy.lightning_internals import default_store
+from lightning_boost.strategy.lightning_internals import STARTED_BY, default_store
 
 _log = logging.getLogger(__name__)
 _num_runs = itertools.count(1)
@@ -30,11 +30,34 @@ _WAITERS_SECONDS = 2.0
 _CAUSE_SECONDS = 1.0
 """For whoever knows why a connection was lost to say so first."""
 
+_NO_CAUSE = (
+    "\nIt lost its connection to another process, which has not said why, as one that is killed does not. What started"
+    " the processes tells which: torchrun, Slurm, or the process 0 of a node."
+)
+
 _PATIENCE_WITH_OTHERS = 10.0
 _PATIENCE_WITH_WAITING = 2.0
 
 _FRAMES = 8
 _STORE_IS_GONE = "process 0, or what started it, does not answer any more"
+
+
+def watch_starter() -> None:
+    """Until the process group exists, end this process if the one that started it is gone; it would wait for it."""
+    # those that this process may start have another starter
+    starter = os.environ.pop(STARTED_BY, None)
+    if starter is not None:
+        threading.Thread(target=_watch_starter, args=(int(starter),), daemon=True).start()
+
+
+def _watch_starter(starter: int) -> None:
+    while not dist.is_initialized():
+        if os.getppid() != starter:
+            _end(
+                f"Process {os.environ.get('LOCAL_RANK')} of this node is ended: process 0, which started it, was killed"
+                " or has ended before they shared a group."
+            )
+        time.sleep(_POLL_SECONDS)
 
 
 class PeerWatch:
@@ -79,12 +102,13 @@ class PeerWatch:
             return _PATIENCE_WITH_WAITING
         self._grace_seconds = _OWN_GRACE_SECONDS
         mine = f"process {self._process}: {type(exception).__name__}: {exception}"
-        is_timeout = _says(exception, "timed out")
+        is_timeout = _says(exception, "timed out", "application timeout")
         try:
             if is_timeout:
                 mine += self._who_did_not_come()
             elif cause is None and _says(exception, "connection"):
                 time.sleep(_CAUSE_SECONDS)
+                mine += _NO_CAUSE
             mine = cause or mine
             first = default_store().compare_set(f"{self._prefix}/first_failure", "", mine).decode()
         except (RuntimeError, ValueError):
@@ -113,7 +137,10 @@ class PeerWatch:
             failure = self._failure_elsewhere()
             if failure is not None:
                 if not self._stopped.wait(self._grace_seconds):
-                    self._end(failure)
+                    _end(
+                        f"Process {self._process} has not ended {self._grace_seconds:g} s after the first failure, that"
+                        f" of {failure}\nIt is ended where it is:\n{_where_the_main_thread_is()}"
+                    )
                 return
 
     def _failure_elsewhere(self) -> str | None:
@@ -123,20 +150,15 @@ class PeerWatch:
         except (RuntimeError, ValueError):
             return f"another process: {_STORE_IS_GONE}."
 
-    def _end(self, failure: str) -> None:
-        _log.error(
-            "Process %d has not ended %d s after the first failure, that of %s\nIt is ended where it is:\n%s",
-            self._process,
-            self._grace_seconds,
-            failure,
-            _where_the_main_thread_is(),
-        )
-        sys.stderr.flush()
-        os._exit(1)
+
+def _end(message: str) -> None:
+    _log.error(message)
+    sys.stderr.flush()
+    os._exit(1)
 
 
-def _says(exception: BaseException, words: str) -> bool:
-    return isinstance(exception, RuntimeError) and words in str(exception).lower()
+def _says(exception: BaseException, *words: str) -> bool:
+    return isinstance(exception, RuntimeError) and any(each in str(exception).lower() for each in words)
 
 
 def _where_the_main_thread_is() -> str:

@@ -28,18 +28,23 @@ from typing_extensions import override
 
 __all__ = [
     "IS_INTERACTIVE",
+    "STARTED_BY",
     "CheckedLauncher",
     "SignalFlags",
     "at_step_borders",
     "collect_random_states",
     "default_store",
     "detects_anomalies",
+    "is_at_last_batch",
     "link_by",
     "restore_random_states",
     "without_recorded_names",
 ]
 
 _log = logging.getLogger(__name__)
+
+STARTED_BY = "LIGHTNING_BOOST_STARTED_BY"
+"""Environment variable that tells a process which one started it."""
 
 _CHILD_POLL_SECONDS = 0.5
 _CHILD_GRACE_SECONDS = 12.0
@@ -75,7 +80,9 @@ class CheckedLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # a Trainer's second call, validate behind fit for instance, finds the processes there
         if not self.procs:
+            os.environ[STARTED_BY] = str(os.getpid())
             self._call_children_scripts()
+            del os.environ[STARTED_BY]
             # Lightning's own observer kills this process as soon as a child has ended, with no time to say why
             threading.Thread(target=self._watch_children, daemon=True, name="lightning_boost_child_watch").start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
@@ -211,6 +218,12 @@ def detects_anomalies(trainer: Trainer) -> bool:
 def link_by(callback: ModelCheckpoint, link: Callable[[Path, Path], None]) -> None:
     """Have ``link(path, target)`` called where a callback with ``save_last="link"`` would make a link at once."""
     callback.__dict__["_link_checkpoint"] = lambda trainer, target, path: link(Path(path), Path(target))
+
+
+def is_at_last_batch(trainer: Trainer) -> bool:
+    """Return whether what validates, tests or predicts is at its last batch."""
+    loop: Any = trainer._active_loop
+    return bool(loop.batch_progress.is_last_batch)
 
 
 @contextmanager

@@ -1,11 +1,13 @@
 """What a LightningModule must be to be trained as on one process, where its decoder alone does not tell."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Module
 from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
 
 from lightning_boost.layout import Decoder
@@ -69,4 +71,25 @@ def check_same_dtype(before: torch.dtype, now: torch.dtype) -> None:
         raise ValueError(
             f"a module that was trained on several replicas in {before} cannot go on in {now}: torch keeps its units'"
             " first dtype. Save a checkpoint, build the module anew and load it."
+        )
+
+
+@contextmanager
+def check_called_as_whole(root: Module) -> Iterator[None]:
+    """Check that a step on a data axis calls the model, and not only parts of it.
+
+    Raises:
+        RuntimeError: If parts were called past its ``forward``: torch then averages no gradients of theirs.
+    """
+    calls: list[bool] = []
+    handle = root.register_forward_pre_hook(lambda *_: calls.append(True))
+    try:
+        yield
+    finally:
+        handle.remove()
+    if not calls:
+        raise RuntimeError(
+            f"training_step did not call {type(root).__name__} but only parts of it. With data_parallel_size"
+            " above 1 gradients are averaged as the whole model is called: give it a forward that does what"
+            " training_step needs, and call that."
         )

@@ -26,6 +26,9 @@ from lightning_boost.strategy.random_numbers import TrainingRandomNumbers
 from lightning_boost.strategy.recipe import add_recipe, recipe_of, report_differences
 from lightning_boost.strategy.run_state import add_replicas, add_ties, take_replica
 
+_WRITING_TIMEOUT = timedelta(minutes=30)
+"""For which processes wait, at least, for the slowest one to write its share of a checkpoint."""
+
 
 class ResumableStrategy(ModelParallelStrategy):
     """Saves checkpoints that any layout loads, and goes on as if a run had not been interrupted."""
@@ -113,14 +116,16 @@ class ResumableStrategy(ModelParallelStrategy):
         add_recipe(checkpoint, self._recipe())
         path = _local_path(self.broadcast(filepath))
         self.finish_saving()
-        self._saving = checkpoints.CheckpointSave(path, tensors, checkpoint, background_group=self._background_group())
+        self._saving = checkpoints.CheckpointSave(
+            path, tensors, checkpoint, group=self._own_group_for_saving(), in_background=self._saves_in_background
+        )
         if not self._saves_in_background:
             self.finish_saving()
 
-    def _background_group(self) -> ProcessGroup | None:
-        if self._saves_in_background and self._saving_group is None:
-            # training goes on communicating over the others meanwhile
-            self._saving_group = dist.new_group(backend="gloo")
+    def _own_group_for_saving(self) -> ProcessGroup | None:
+        if self._saving_group is None:
+            # training goes on over the others meanwhile, and a slow disk may take longer than a collective
+            self._saving_group = dist.new_group(backend="gloo", timeout=max(self.timeout, _WRITING_TIMEOUT))
         return self._saving_group
 
     def finish_saving(self) -> None:

@@ -117,13 +117,11 @@ class RequestedSizes:
             tensor = max(size for size in legal_sizes(decoder) if num_processes % size == 0 and left % size == 0)
         pipeline = self.pipeline_parallel_size
         data = given.get("data_parallel_size", world_size // (tensor * pipeline))
-        # the nodes that a replica's neighbours on the data axis reach over
-        num_replicates = max(1, data * tensor // num_processes) if self.data_axis == "hybrid" else 1
         sizes = ParallelSizes(
             pipeline_parallel_size=pipeline,
             data_parallel_size=data,
             tensor_parallel_size=tensor,
-            data_replicate_size=num_replicates,
+            data_replicate_size=_nodes_of_a_stage(data, tensor, num_processes) if self.data_axis == "hybrid" else 1,
         )
         sizes.check_world(world_size)
         if tensor > 1:
@@ -132,3 +130,15 @@ class RequestedSizes:
         if pipeline > 1:
             check_pipeline(decoder, pipeline, self.pipeline)
         return sizes
+
+
+def _nodes_of_a_stage(data: int, tensor: int, num_processes: int) -> int:
+    """Return how many nodes of ``num_processes`` replicate one another on a hybrid data axis."""
+    of_a_stage = data * tensor
+    if of_a_stage % num_processes and num_processes % of_a_stage:
+        raise ValueError(
+            f"data_axis ('hybrid') must be 'shard' or 'replicate' with data_parallel_size ({data}) ×"
+            f" tensor_parallel_size ({tensor}) = {of_a_stage} processes of a pipeline stage on nodes of"
+            f" {num_processes}: they neither fill whole nodes nor share one evenly with other stages."
+        )
+    return max(1, of_a_stage // num_processes)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_boost.config import LlamaConfig
+from tests.models import whole
 from tests.processes import run_processes
 from tests.users_module import UsersModule, loader, trainer_for
 
@@ -182,3 +183,56 @@ def test_a_damaged_shard_is_named_on_every_process(tmp_path, damage, message):
     for error in run_processes(_load, 2, tmp_path / "a.ckpt"):
         assert f"is damaged: its file {shard.name}" in error
         assert message in error
+
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {"foreach": False}),
+    "AdamW, foreach": (torch.optim.AdamW, {"foreach": True, "amsgrad": True}),
+    "SGD, no state": (torch.optim.SGD, {}),
+    "SGD, momentum": (torch.optim.SGD, {"momentum": 0.9}),
+}
+
+
+class _WithOptimizer(UsersModule):
+    """Keeps what its optimizer holds as it starts to train."""
+
+    kind, begins_with = "", None
+
+    def configure_optimizers(self):
+        optimizer, options = OPTIMIZERS[self.kind]
+        return optimizer(self.parameters(), lr=0.1, **options)
+
+    def on_train_start(self):
+        self.begins_with = _held(self.trainer.optimizers[0])
+
+
+def _held(optimizer):
+    """Return a copy of what this process holds of an optimizer's state."""
+    return [
+        {name: whole(value).clone() for name, value in optimizer.state.get(parameter, {}).items() if value is not None}
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+
+
+def _round_trip(path, kind):
+    saved, loaded = _WithOptimizer(), _WithOptimizer()
+    saved.kind = loaded.kind = kind
+    trainer = trainer_for(max_steps=2, max_epochs=-1)
+    trainer.fit(saved, loader())
+    trainer.save_checkpoint(path)
+    trainer_for(max_steps=3, max_epochs=-1).fit(loaded, loader(), ckpt_path=path)
+    before = _held(trainer.optimizers[0])
+    same = [
+        each.keys() == other.keys() and all(torch.equal(each[name], other[name]) for name in each)
+        for each, other in zip(before, loaded.begins_with, strict=True)
+    ]
+    return all(same), sum(len(each) for each in before)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_s_state_comes_back_bit_for_bit(tmp_path, kind):
+    """known_failures A76."""
+    for same, num_states in run_processes(_round_trip, 2, tmp_path / "a.ckpt", kind):
+        assert same
+        assert (num_states == 0) == (kind == "SGD, no state")

@@ -3,14 +3,11 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.launched import LIMIT_SECONDS, finish, needs_proc, start, time_when_all_ended
 
 SCRIPT = """
 import os, signal, sys, time
@@ -98,60 +95,19 @@ if __name__ == "__main__":
     trainer.fit(Module(config))
 """
 
-LIMIT_SECONDS = 30
-"""The promise: any process's failure ends all within this time."""
-
 HANG_TIMEOUT = 20
 
-pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="counts processes through /proc")
+pytestmark = needs_proc
 
 
 def _start(tmp_path, failing, place, how, stages=1, timeout=1800):
-    """Run the script in a session of its own."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_PORT"):
-        environment.pop(name, None)
-    return subprocess.Popen(
-        [sys.executable, script, *map(str, (failing, place, how, stages, timeout))],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    return start(tmp_path, SCRIPT, failing, place, how, stages, timeout)
 
 
 def _run(tmp_path, *arguments):
     """Return exit code, output, and the seconds from the fault until the last process was gone."""
-    process = _start(tmp_path, *arguments)
-    output, _ = process.communicate(timeout=180)
-    faults = re.findall(r"fault at ([\d.]+)", output)
-    return process.returncode, output, _seconds_until_all_ended(process.pid) - float(faults[0] if faults else 0)
-
-
-def _seconds_until_all_ended(session):
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while left := _members(session):
-        assert time.monotonic() < deadline, f"processes {left} are left"
-        time.sleep(0.2)
-    return time.time()
-
-
-def _members(session):
-    """Return the processes of a session that still run."""
-    members = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        state, own_session = fields[0], int(fields[3])
-        if own_session == session and state != "Z":
-            members.append(int(stat.parent.name))
-    return members
+    (code,), (output,), seconds = finish(tmp_path, _start(tmp_path, *arguments))
+    return code, output, seconds
 
 
 @pytest.mark.parametrize(
@@ -227,7 +183,7 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(tmp_path, receiving
     assert process.returncode == 75
     assert f"{signal.Signals(signum).name}: saved {saved} and stopping with exit code 75." in output
     assert "The first failure" not in output
-    _seconds_until_all_ended(process.pid)
+    time_when_all_ended(tmp_path)
 
 
 @pytest.mark.parametrize("receiving", [0, 1])
@@ -240,5 +196,5 @@ def test_a_second_signal_ends_at_once(tmp_path, receiving):
     os.kill(told, signal.SIGTERM)
     process.communicate(timeout=90)
     assert process.returncode == 128 + signal.SIGTERM
-    _seconds_until_all_ended(process.pid)
+    time_when_all_ended(tmp_path)
     assert [entry.name for entry in (tmp_path / "kept").iterdir()] == ["epoch=0-step=1.ckpt"]

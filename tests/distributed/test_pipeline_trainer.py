@@ -162,6 +162,21 @@ class _NotingDtypes(Module):
                 submodule.register_forward_hook(lambda _, __, output: self.computed.add(output.dtype))
 
 
+def _many_steps(pipeline):
+    torch.manual_seed(5)
+    module = Module()
+    trainer_for(strategy=strategy(pipeline), max_steps=50, max_epochs=-1).fit(module, batches(8))
+    return module.losses
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_fifty_steps_do_not_hang(stages):
+    """known_failures A18."""
+    for losses in run_processes(_many_steps, stages, stages, timeout=60):
+        assert len(losses) == 50
+        assert losses[-1] < losses[0]
+
+
 def _narrow(pipeline, precision):
     torch.manual_seed(5)
     module = _NotingDtypes()

@@ -87,6 +87,11 @@ def _trainer(**options):
         ({"tensor_parallel_size": 3}, {"devices": 3}, r"num_attention_heads \(8\) .*legal sizes: 1, 2, 4, 8"),
         ({"data_axis": "hybrid"}, {"devices": 2}, r"data_axis \('hybrid'\) must be 'shard' or 'replicate' on one node"),
         (
+            {"data_axis": "hybrid", "tensor_parallel_size": 1, "pipeline_parallel_size": 2},
+            {"devices": 2, "num_nodes": 3},
+            r"data_axis \('hybrid'\) must be 'shard' or 'replicate' with data_parallel_size \(3\) .*on nodes of 2",
+        ),
+        (
             {},
             {"devices": 2, "precision": "16-true"},
             r"precision \('16-true'\) must be one of 32-true.*: the range of fp16",
