@@ -53,7 +53,7 @@ def generate(
     prompt: Tensor,
     num_tokens: int,
     *,
-    sampling: Sampling = Sampling(),  # noqa: B008, it is frozen
+    sampling: Sampling = Sampling(),
     max_context: int | None = None,
     cache: KeyValueCache | None = None,
 ) -> Iterator[Tensor]:
