@@ -17,7 +17,7 @@ from lightning_boost.collectives import CollectiveLog, Traffic, count_collective
 from lightning_boost.config import LlamaConfig
 from lightning_boost.cost import CHUNKS, count_parameters, layer_traffic
 from lightning_boost.mesh import TENSOR_AXIS
-from lightning_boost.model.generation import generate_greedily
+from lightning_boost.model.generation import generate
 from lightning_boost.tensor_parallel.statistic import statistic_columns
 from lightning_boost.tensor_parallel.verification import NormDifference, verify_norms
 
@@ -136,8 +136,8 @@ class RunSummary(Callback):
         if tokenizer is None or self.sample_tokens == 0:
             return None
         prompt = torch.tensor([tokenizer.encode(self.prompt)], device=pl_module.device)
-        tokens = generate_greedily(pl_module, prompt, self.sample_tokens, datamodule.sequence_length)
-        text: str = tokenizer.decode(tokens[0].tolist())
+        tokens = generate(pl_module, prompt, self.sample_tokens, max_context=datamodule.sequence_length)
+        text: str = tokenizer.decode([int(token) for token in tokens])
         return text
 
     def _rows(self, trainer: Trainer, pl_module: LightningModule) -> Iterator[Row]:

@@ -5,6 +5,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
 from lightning_boost.config import LlamaConfig
+from lightning_boost.model.cache import LayerCache
 from lightning_boost.model.low_rank import make_projection
 from lightning_boost.model.rotary import rotate
 
@@ -25,21 +26,33 @@ class Attention(nn.Module):
         self.o_proj = make_projection(config, layer, "o_proj")
 
     @override
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
-        """Attend within ``hidden``.
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Attend within ``hidden``, and to what a cache holds.
 
         Args:
             hidden: ``[B, T, D]``.
             rotary: Cosines and sines, ``[T, E]`` or ``[B, 1, T, E]``.
-            mask: Which tokens each one sees, ``[B, 1, T, T]``; ``None``: itself and all before it.
+            mask: Which tokens each one sees, ``[B, 1, T, T]``, with a cache ``[T, seen + T]``; ``None``: itself and all
+                before it.
+            cache: Of this layer, which is extended.
         """
         query = rotate(self._split_heads(self.q_proj(hidden)), *rotary)
         key = rotate(self._split_heads(self.k_proj(hidden)), *rotary)
         value = self._split_heads(self.v_proj(hidden))
+        if cache is not None:
+            key, value = cache.extend(key, value)
         grouped = query.shape[1] != key.shape[1]
         dropout = self.dropout if self.training else 0.0
+        # a last token sees all there are
+        is_causal = mask is None and query.shape[2] == key.shape[2]
         attended = scaled_dot_product_attention(
-            query, key, value, mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
+            query, key, value, mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=grouped
         )
         output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return output

@@ -6,6 +6,7 @@ from typing_extensions import override
 
 from lightning_boost.config import LlamaConfig
 from lightning_boost.model.attention import Attention
+from lightning_boost.model.cache import KeyValueCache, LayerCache, causal_mask
 from lightning_boost.model.documents import document_lengths, document_mask, document_positions, number_documents
 from lightning_boost.model.initialization import initialize
 from lightning_boost.model.loss import NextTokenLoss
@@ -26,9 +27,15 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     @override
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
-        """Map ``[B, T, D]`` to ``[B, T, D]``; ``rotary`` and ``mask`` as in ``Attention``."""
-        hidden = hidden + self.dropout(self.self_attn(self.input_layernorm(hidden), rotary, mask))
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Map ``[B, T, D]`` to ``[B, T, D]``; ``rotary``, ``mask`` and ``cache`` as in ``Attention``."""
+        hidden = hidden + self.dropout(self.self_attn(self.input_layernorm(hidden), rotary, mask, cache))
         output: Tensor = hidden + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
         return output
 
@@ -44,20 +51,29 @@ class LlamaModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     @override
-    def forward(self, input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """Map token ids ``[B, T]`` to the last hidden state ``[B, T, D]``; ``document_ids`` as in the whole model."""
+    def forward(
+        self, input_ids: Tensor, document_ids: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """Map token ids ``[B, T]`` to the last hidden state ``[B, T, D]``; arguments as in the whole model."""
         hidden = self.embed_tokens(input_ids)
-        if document_ids is None:
-            places, mask = torch.arange(input_ids.shape[-1], device=input_ids.device), None
-            rotary = rotary_tables(places, input_ids.shape[-1], self.config, like=hidden)
-        else:
-            numbers = number_documents(document_ids)
-            mask = document_mask(numbers)
-            rotary = rotary_tables(document_positions(numbers), document_lengths(numbers), self.config, like=hidden)
-        for layer in self.layers:
-            hidden = layer(hidden, rotary, mask)
+        rotary, mask = self._places(input_ids, document_ids, 0 if cache is None else cache.num_tokens, like=hidden)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, rotary, mask, None if cache is None else cache.layers[index])
         normalized: Tensor = self.norm(hidden)
         return normalized
+
+    def _places(
+        self, input_ids: Tensor, document_ids: Tensor | None, num_seen: int, like: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+        """Return the rotary tables of the tokens' positions, and which tokens each one sees."""
+        if document_ids is None:
+            num_tokens, device = input_ids.shape[-1], input_ids.device
+            positions = torch.arange(num_seen, num_seen + num_tokens, device=device)
+            rotary = rotary_tables(positions, num_seen + num_tokens, self.config, like=like)
+            return rotary, causal_mask(num_seen, num_tokens, device)
+        numbers = number_documents(document_ids)
+        rotary = rotary_tables(document_positions(numbers), document_lengths(numbers), self.config, like=like)
+        return rotary, document_mask(numbers)
 
 
 class LlamaForCausalLM(nn.Module):
@@ -81,7 +97,13 @@ class LlamaForCausalLM(nn.Module):
             initialize(self, std=config.initializer_range)
 
     @override
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         """Return logits ``[B, T, V]``, or with labels the mean loss over valid next tokens.
 
         Args:
@@ -91,7 +113,8 @@ class LlamaForCausalLM(nn.Module):
             document_ids: ``[B, T]``, which document of its sequence each token belongs to; another begins wherever it
                 changes. No token sees another document, and positions begin anew in each. ``None``: a sequence is one
                 document.
+            cache: Of the tokens before these, which is extended; there are no documents then.
         """
-        hidden = self.model(input_ids, document_ids)
+        hidden = self.model(input_ids, document_ids, cache)
         output: Tensor = self.lm_head(hidden) if labels is None else self.loss(hidden, self.lm_head.weight, labels)
         return output

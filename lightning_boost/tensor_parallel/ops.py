@@ -83,9 +83,11 @@ class NormProjectReduce(torch.autograd.Function):
         c = (wide_grad * z).sum(-1, keepdim=True) * rho.square() / ctx.hidden_size
         grad_x = (gamma * t - c * wide).to(x.dtype)
         grad_gamma = (wide * t).sum(0).to(gamma.dtype)
-        grad_a = torch.mm(u.t(), (wide * gamma).to(factor_a.dtype))
-        sizes = [factor.shape[0] for factor in factors_a]
-        return grad_x, grad_gamma, None, None, None, None, *grad_a.split(sizes)
+        grads_a: Sequence[Tensor | None] = [None] * len(factors_a)
+        if any(ctx.needs_input_grad[-len(factors_a) :]):
+            grad_a = torch.mm(u.t(), (wide * gamma).to(factor_a.dtype))
+            grads_a = grad_a.split([factor.shape[0] for factor in factors_a])
+        return grad_x, grad_gamma, None, None, None, None, *grads_a
 
 
 @operator("project_reduce(Tensor x, Tensor factor_a, str group, str chunk) -> Tensor")
@@ -116,7 +118,7 @@ class ProjectReduce(torch.autograd.Function):
     def backward(ctx: Any, grad_z: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``x`` and the factor."""
         x, factor_a = ctx.saved_tensors
-        grad_a = torch.mm(grad_z.t(), x.to(factor_a.dtype))
+        grad_a = torch.mm(grad_z.t(), x.to(factor_a.dtype)) if ctx.needs_input_grad[1] else None
         return torch.mm(grad_z, factor_a).to(x.dtype), grad_a, None, None
 
 
@@ -147,17 +149,28 @@ def _expand(z: Tensor, factors_b: Sequence[Tensor]) -> Tensor:
     return _grouped_mm(z, [factor.t() for factor in factors_b])
 
 
-@operator("expand_backward(Tensor grad_y, Tensor z, Tensor[] factors_b, str group, str chunk) -> (Tensor, Tensor[])")
+@operator(
+    "expand_backward(Tensor grad_y, Tensor z, Tensor[] factors_b, bool[] needed, str group, str chunk)"
+    " -> (Tensor, Tensor[])"
+)
 def _expand_backward(
-    grad_y: Tensor, z: Tensor, factors_b: Sequence[Tensor], group: str, chunk: str
+    grad_y: Tensor, z: Tensor, factors_b: Sequence[Tensor], needed: Sequence[bool], group: str, chunk: str
 ) -> tuple[Tensor, list[Tensor]]:
-    grad_z = _grouped_mm(grad_y, factors_b)
-    in_flight = start_all_reduce(grad_z, group, Label(chunk, "backward"))
+    """Return the gradients of ``z`` and of the factors; empty ones where ``needed`` says so, ``z`` first."""
+    is_z_needed, *are_factors_needed = needed
+    grad_z, in_flight = z.new_empty(0), None
+    if is_z_needed:
+        grad_z = _grouped_mm(grad_y, factors_b)
+        in_flight = start_all_reduce(grad_z, group, Label(chunk, "backward"))
     # the factors' gradients do not wait for the sum: they are computed while it travels
     grad_outputs = grad_y.split([factor.shape[0] for factor in factors_b], -1)
     latents = z.split([factor.shape[1] for factor in factors_b], -1)
-    grads_b = [torch.mm(grad.t(), latent) for grad, latent in zip(grad_outputs, latents, strict=True)]
-    in_flight.wait()
+    grads_b = [
+        torch.mm(grad.t(), latent) if is_needed else z.new_empty(0)
+        for grad, latent, is_needed in zip(grad_outputs, latents, are_factors_needed, strict=True)
+    ]
+    if in_flight is not None:
+        in_flight.wait()
     return grad_z, grads_b
 
 
@@ -173,7 +186,7 @@ class Expand(torch.autograd.Function):
     ================  ===============  ==========================================
 
     Communication: forward none; backward one all-reduce of ``N R`` values, in flight while the gradients of the
-    factors are computed.
+    factors are computed; none where nothing below is trained.
     Saved for backward: ``z`` (and the parameters).
     """
 
@@ -190,5 +203,8 @@ class Expand(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``z``, whole, and of the factors."""
         z, *factors_b = ctx.saved_tensors
-        grad_z, grads_b = _expand_backward(grad_y, z, factors_b, ctx.group, ctx.chunk)
-        return grad_z, None, None, *grads_b
+        is_z_needed, _, _, *are_factors_needed = ctx.needs_input_grad
+        needed = [is_z_needed, *are_factors_needed]
+        grad_z, grads_b = _expand_backward(grad_y, z, factors_b, needed, ctx.group, ctx.chunk)
+        gradients = [grad if is_needed else None for grad, is_needed in zip((grad_z, *grads_b), needed, strict=True)]
+        return gradients[0], None, None, *gradients[1:]

@@ -4,6 +4,7 @@ Letters: ``N`` rows, ``D`` hidden, ``d = D/tp``, ``V`` vocabulary, ``v`` this pr
 are allowed, empty ones too).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class GatherLogits(torch.autograd.Function):
 
 @operator(
     "vocabulary_loss(Tensor hidden, Tensor weight, Tensor targets, Tensor divisor, int vocab_size,"
-    " float label_smoothing, bool with_gradient, str group) -> (Tensor, Tensor, Tensor)"
+    " float label_smoothing, bool[] needed, str group) -> (Tensor, Tensor, Tensor)"
 )
 def _vocabulary_loss(
     hidden: Tensor,
@@ -66,24 +67,27 @@ def _vocabulary_loss(
     divisor: Tensor,
     vocab_size: int,
     label_smoothing: float,
-    with_gradient: bool,
+    needed: Sequence[bool],
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    is_hidden_needed, is_weight_needed = needed
     wide = wide_dtype(hidden.dtype)
     first, _ = shard_bounds(vocab_size, group_size(group), group_index(group))
     smoothing = label_smoothing, label_smoothing / vocab_size
     total = hidden.new_zeros((), dtype=wide)
-    grad_hidden = torch.empty_like(hidden if with_gradient else hidden[:0])
-    grad_weight = torch.zeros_like(weight if with_gradient else weight[:0], dtype=wide)
+    grad_hidden = torch.empty_like(hidden if is_hidden_needed else hidden[:0])
+    grad_weight = torch.zeros_like(weight if is_weight_needed else weight[:0], dtype=wide)
     for start in range(0, hidden.shape[0], CHUNK_TOKENS):
         rows = slice(start, start + CHUNK_TOKENS)
         chunk, target = hidden[rows], targets[rows]
         losses, grad_logits = _chunk_loss(linear(chunk, weight).to(wide), target - first, smoothing, group)
         valid = target != IGNORED_LABEL
         total += losses.masked_fill(~valid, 0.0).sum()
-        if with_gradient:
+        if any(needed):
             grad = (grad_logits * (valid / divisor)[:, None]).to(hidden.dtype)
+        if is_hidden_needed:
             torch.mm(grad, weight, out=grad_hidden[rows])
+        if is_weight_needed:
             grad_weight += torch.mm(grad.t(), chunk)
     return total / divisor, grad_hidden, grad_weight.to(weight.dtype)
 
@@ -152,9 +156,9 @@ class VocabularyLoss(torch.autograd.Function):
         group: str,
     ) -> Tensor:
         """Return the loss."""
-        needed = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        ctx.needed = ctx.needs_input_grad[:2]
         loss, *gradients = _vocabulary_loss(
-            hidden, weight, targets, divisor, vocab_size, label_smoothing, needed, group
+            hidden, weight, targets, divisor, vocab_size, label_smoothing, ctx.needed, group
         )
         ctx.save_for_backward(*gradients)
         result: Tensor = loss
@@ -164,9 +168,9 @@ class VocabularyLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``hidden``, partial, and of ``weight``."""
-        grad_hidden, grad_weight = ctx.saved_tensors
-        scale = grad_loss.to(grad_hidden.dtype)
-        return grad_hidden * scale, grad_weight * scale, None, None, None, None, None
+        scale = grad_loss.to(ctx.saved_tensors[0].dtype)
+        scaled = [grad * scale if needed else None for grad, needed in zip(ctx.saved_tensors, ctx.needed, strict=True)]
+        return *scaled, None, None, None, None, None
 
 
 def check_token_ids(token_ids: Tensor, vocab_size: int) -> None:

@@ -1,0 +1,97 @@
+"""Frozen parameters have no gradient, no optimizer state and no communication, and the others are trained exactly."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_boost.collectives import count_collectives
+from lightning_boost.gradients import clip_gradients_by_norm
+from lightning_boost.layout import find_decoder
+from lightning_boost.mesh import DATA_AXIS, ParallelSizes, build_mesh
+from lightning_boost.parallelize import parallelize
+from tests.models import CPU, SEED, masked_batch, meta_model, one_process_model, relative_error, small_config, whole
+from tests.processes import run_processes
+
+CONFIG = small_config(num_hidden_layers=4, num_key_value_heads=2, attention_bias=True)
+TRAINED = {
+    "all but the embedding": lambda name: "embed_tokens" not in name,
+    "all but the head": lambda name: "lm_head" not in name,
+    "the second factors alone": lambda name: "factor_b" in name,
+    "the upper half": lambda name: "layers.2" in name or "layers.3" in name or "model.norm" in name,
+    "the head alone": lambda name: "lm_head" in name,
+    "one layer in the middle": lambda name: "layers.1." in name,
+}
+LAYOUTS = {
+    "tensor 2": (2, 1, 2, "replicate"),
+    "tensor 4": (4, 1, 4, "replicate"),
+    "data 2": (2, 1, 1, "replicate"),
+    "data 2, sharded": (2, 1, 1, "shard"),
+    "pipeline 2": (2, 2, 1, "replicate"),
+    "pipeline 4": (4, 4, 1, "replicate"),
+    "tensor 2, pipeline 2": (4, 2, 2, "replicate"),
+    "pipeline 2, data 2, sharded": (4, 2, 1, "shard"),
+}
+
+
+def _freeze(model, trained):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(TRAINED[trained](name))
+
+
+def _step(model, batch):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    loss = model(**batch)
+    loss.backward()
+    norm = clip_gradients_by_norm(model.parameters(), 0.1)
+    gradients = {name: None if p.grad is None else whole(p.grad).clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    return norm.item(), gradients, len(optimizer.state)
+
+
+def _errors(trained, layout):
+    _, pipeline, tensor, data_axis = LAYOUTS[layout]
+    replicas = dist.get_world_size() // (pipeline * tensor)
+    sizes = ParallelSizes(pipeline_parallel_size=pipeline, tensor_parallel_size=tensor, data_parallel_size=replicas)
+    mesh = build_mesh(sizes, "cpu")
+    model, reference = meta_model(CONFIG), one_process_model(CONFIG)
+    _freeze(model, trained)
+    _freeze(reference, trained)
+    parallelize(find_decoder(model), mesh, device=CPU, seed=SEED, data_axis=data_axis)
+    batch = masked_batch(CONFIG.vocab_size, rows=8)
+    replica = mesh[DATA_AXIS].get_local_rank()
+    with count_collectives() as log:
+        norm, gradients, num_states = _step(model, {name: value[replica::replicas] for name, value in batch.items()})
+    expected_norm, expected, _ = _step(reference, batch)
+    assert norm == pytest.approx(expected_norm, rel=1e-5)
+    assert num_states == sum(gradient is not None for gradient in gradients.values())
+    errors, weights = {}, dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert (gradients[name] is None) == (expected[name] is None), name
+        if gradients[name] is not None:
+            errors[name] = ((gradients[name] - expected[name]).norm() / max(expected[name].norm(), 1e-6 * norm)).item()
+        errors[f"weight {name}"] = relative_error(whole(parameter), weights[name])
+    chunks = ("qkv", "o", "gate_up", "down")
+    backward = sum(log.total(operation="all_reduce", chunk=chunk, pass_="backward").launches for chunk in chunks)
+    return errors, backward
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_trained_is_trained_as_on_one_process(trained, layout):
+    for errors, _ in run_processes(_errors, LAYOUTS[layout][0], trained, layout):
+        assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize(
+    ("trained", "backward"),
+    [
+        ("all but the embedding", 4 * 4),
+        # of the lowest layer that is trained, the first all-reduce has nothing below it
+        ("the second factors alone", 4 * 4 - 1),
+        ("the head alone", 0),
+        ("the upper half", 2 * 4),
+    ],
+)
+def test_nothing_is_sent_for_what_lies_below(trained, backward):
+    for _, found in run_processes(_errors, 2, trained, "tensor 2"):
+        assert found == backward
