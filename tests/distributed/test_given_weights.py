@@ -1,0 +1,115 @@
+"""Models of other projects start on any layout from the weights in their files, each process from its part of them."""
+
+import pytest
+import torch
+
+from lightning_boost import BoostParallelStrategy, LowRankLanguageModel
+from lightning_boost.interchange import files
+from lightning_boost.interchange.source import open_model
+from lightning_boost.layout import find_decoder
+from lightning_boost.mesh import ParallelSizes, build_mesh
+from lightning_boost.model.llama import LlamaForCausalLM
+from lightning_boost.parallelize import parallelize
+from tests.checkpoints import CHECKPOINTS, DATA, expected
+from tests.models import CPU, whole
+from tests.processes import run_processes
+from tests.users_module import trainer_for
+
+LAYOUTS = {
+    "one process": {},
+    "tensor 2": {"tensor_parallel_size": 2},
+    "tensor 4": {"tensor_parallel_size": 4},
+    "tensor 2, pipeline 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "tensor 2, data 2, sharded": {"tensor_parallel_size": 2, "data_parallel_size": 2},
+}
+
+
+def _spread(path, sizes):
+    source = open_model(path)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(source.config, source.values)
+    data_axis = "shard" if "data_parallel_size" in sizes else "replicate"
+    mesh = build_mesh(ParallelSizes(**sizes), "cpu")
+    parallelize(find_decoder(model), mesh, device=CPU, seed=0, data_axis=data_axis)
+    return model
+
+
+def _results(name, sizes):
+    model, (found, _) = _spread(DATA / name, sizes), expected(name)
+    with torch.no_grad():
+        logits = model(found["input_ids"])
+    loss = model(found["input_ids"], labels=found["labels"])
+    loss.backward()
+    gradients = {name: whole(parameter.grad).norm().item() for name, parameter in model.named_parameters()}
+    return (logits - found["logits"]).abs().max().item(), loss.item(), gradients
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_logits_loss_and_gradients_are_those_of_the_original_code(name, layout):
+    found, norms = expected(name)
+    sizes = LAYOUTS[layout]
+    gradients = {}
+    for difference, loss, own in run_processes(_results, ParallelSizes(**sizes).world_size, name, sizes):
+        assert difference < 1e-5
+        assert loss == pytest.approx(found["loss"].item(), abs=1e-6)
+        gradients |= own
+    if not norms:
+        ((_, _, norms),) = run_processes(_results, 1, name, {})
+    assert gradients == pytest.approx(norms, rel=1e-4)
+
+
+def _read_values(name, sizes):
+    """Return how many values this process has read, of which tensors, and how many it holds."""
+    read = {}
+    original = files.SafetensorsTensor.read
+
+    def counted(tensor, dim, start, stop):
+        values = original(tensor, dim, start, stop)
+        read[tensor.key] = read.get(tensor.key, 0) + values.numel()
+        return values
+
+    files.SafetensorsTensor.read = counted
+    model = _spread(DATA / name, sizes)
+    held = sum(parameter.to_local().numel() for parameter in model.parameters() if not parameter.is_meta)
+    return read, held
+
+
+@pytest.mark.parametrize("layout", ["tensor 2", "tensor 4", "tensor 2, pipeline 2"])
+@pytest.mark.parametrize("name", ["cola_latent_only", "asvd_mixed_gqa"])
+def test_a_process_reads_what_it_holds_and_nothing_else(name, layout):
+    sizes = LAYOUTS[layout]
+    results = run_processes(_read_values, ParallelSizes(**sizes).world_size, name, sizes)
+    for read, held in results:
+        assert sum(read.values()) == held
+        layers = {key.split(".")[2] for key in read if key.startswith("model.layers.")}
+        assert len(layers) == (1 if "pipeline_parallel_size" in sizes else 2)
+
+
+def _losses(name, checkpoint, again, sizes):
+    """Train two steps from a checkpoint of another project; go on from the run's own without that."""
+    found, _ = expected(name)
+    rows = [{key: found[key][row] for key in ("input_ids", "labels")} for row in range(2)]
+    loader = torch.utils.data.DataLoader(rows, batch_size=2)
+    strategy = BoostParallelStrategy(**sizes)
+    trainer = trainer_for(strategy=strategy, max_steps=2, max_epochs=-1)
+    module = LowRankLanguageModel(checkpoint=str(checkpoint), warmup_steps=0, max_steps=9, learning_rate=1e-3)
+    trainer.fit(module, loader)
+    trainer.save_checkpoint(again)
+    resumed = LowRankLanguageModel(module.config, warmup_steps=0, max_steps=9, learning_rate=1e-3)
+    trainer = trainer_for(strategy=BoostParallelStrategy(**sizes), max_steps=3, max_epochs=-1)
+    trainer.fit(resumed, loader, ckpt_path=again)
+    assert "checkpoint" not in module.hparams
+    return trainer.global_step, trainer.callback_metrics["train_loss"].item()
+
+
+def test_training_starts_from_a_checkpoint_on_any_layout(tmp_path):
+    name = "svd_llm_uneven"
+    ends = []
+    for layout in ("one process", "tensor 2", "tensor 2, pipeline 2"):
+        sizes, again = LAYOUTS[layout], tmp_path / f"{layout}.ckpt"
+        results = run_processes(_losses, ParallelSizes(**sizes).world_size, name, DATA / name, again, sizes)
+        assert {step for step, _ in results} == {3}
+        ends.append(results[0][1])
+    assert ends == pytest.approx([ends[0]] * 3, abs=1e-5)
+    assert ends[0] < expected(name)[0]["loss"].item()
