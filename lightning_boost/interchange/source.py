@@ -22,8 +22,9 @@ _MOST_SHOWN = 5
 class SourceValue:
     """The value of one of the model's parameters."""
 
+    path: Path
     key: str
-    """In the files, to be named."""
+    """Where it is from, to be named."""
 
     tensor: RawTensor
     is_transposed: bool
@@ -51,7 +52,10 @@ class SourceValue:
         values = self.tensor.read(1 - dim if self.is_transposed else dim, start, stop)
         num_bad = values.numel() - int(values.isfinite().sum())
         if num_bad:
-            raise ValueError(f"tensor {self.key} holds {num_bad:,} values that are NaN or infinite. Take another file.")
+            raise ValueError(
+                f"checkpoint {self.path}: tensor {self.key} holds {num_bad:,} values that are NaN or infinite."
+                " Take another checkpoint."
+            )
         # a copy: what was read may be the file itself, mapped into memory
         return (values.t() if self.is_transposed else values).clone(memory_format=torch.contiguous_format)
 
@@ -110,17 +114,18 @@ def describe(path: Path, tensors: Tensors, stated: Stated, format_name: str | No
     try:
         format = format_called(format_name) if format_name else detect(mine, stated)
         config = format.read_config(stated, mine)
-        keys = {name: format.key_of(name, config.num_hidden_layers) for name, _ in _parameters(config)}
+        keys = {name: format.key_of(name, config.num_hidden_layers) for name, _ in parameters_of(config)}
         _check_names(format, {key.name for key in keys.values()}, mine, config)
-        values = {name: SourceValue(key.name, mine[key.name], key.is_transposed) for name, key in keys.items()}
-        for name, parameter in _parameters(config):
+        values = {name: SourceValue(path, key.name, mine[key.name], key.is_transposed) for name, key in keys.items()}
+        for name, parameter in parameters_of(config):
             _check_shape(values[name], tuple(parameter.shape))
     except ValueError as error:
         raise ValueError(f"checkpoint {path}: {error}") from None
     return SourceModel(path, format, config, values, stated)
 
 
-def _parameters(config: LlamaConfig) -> Iterable[tuple[str, Tensor]]:
+def parameters_of(config: LlamaConfig) -> Iterable[tuple[str, Tensor]]:
+    """Return the names of a model's parameters, and their shapes on the meta device; tied ones once."""
     with torch.device("meta"):
         return list(LlamaForCausalLM(config).named_parameters())
 
