@@ -298,7 +298,9 @@ def structure(config: LlamaConfig) -> dict[str, Any]:
     found["low_rank.keep_outer_activation"] = low_rank.has_outer_activation
     for layer in range(config.num_hidden_layers):
         for name in PROJECTIONS:
-            found[f"bottleneck size of layers.{layer}.{name}"] = config.bottleneck_size_of(layer, name) or DENSE
+            found[f"low_rank.bottleneck_size of layers.{layer}.{name}"] = (
+                config.bottleneck_size_of(layer, name) or DENSE
+            )
     return found
 
 
