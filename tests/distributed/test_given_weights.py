@@ -4,16 +4,19 @@ import pytest
 import torch
 
 from lightning_boost import BoostParallelStrategy, LowRankLanguageModel
+from lightning_boost.checkpoint_tools.conversion import convert_checkpoint
+from lightning_boost.checkpoint_tools.export import export_checkpoint
+from lightning_boost.checkpoint_tools.stored import StoredCheckpoint
 from lightning_boost.interchange import files
 from lightning_boost.interchange.source import open_model
 from lightning_boost.layout import find_decoder
 from lightning_boost.mesh import ParallelSizes, build_mesh
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.parallelize import parallelize
-from tests.checkpoints import CHECKPOINTS, DATA, expected
+from tests.checkpoints import CHECKPOINTS, DATA, expected, same_tensors, tensors_of
 from tests.models import CPU, whole
 from tests.processes import run_processes
-from tests.users_module import trainer_for
+from tests.users_module import UsersModule, loader, trainer_for
 
 LAYOUTS = {
     "one process": {},
@@ -90,15 +93,15 @@ def _losses(name, checkpoint, again, sizes):
     """Train two steps from a checkpoint of another project; go on from the run's own without that."""
     found, _ = expected(name)
     rows = [{key: found[key][row] for key in ("input_ids", "labels")} for row in range(2)]
-    loader = torch.utils.data.DataLoader(rows, batch_size=2)
+    batches = torch.utils.data.DataLoader(rows, batch_size=2)
     strategy = BoostParallelStrategy(**sizes)
     trainer = trainer_for(strategy=strategy, max_steps=2, max_epochs=-1)
     module = LowRankLanguageModel(checkpoint=str(checkpoint), warmup_steps=0, max_steps=9, learning_rate=1e-3)
-    trainer.fit(module, loader)
+    trainer.fit(module, batches)
     trainer.save_checkpoint(again)
     resumed = LowRankLanguageModel(module.config, warmup_steps=0, max_steps=9, learning_rate=1e-3)
     trainer = trainer_for(strategy=BoostParallelStrategy(**sizes), max_steps=3, max_epochs=-1)
-    trainer.fit(resumed, loader, ckpt_path=again)
+    trainer.fit(resumed, batches, ckpt_path=again)
     assert "checkpoint" not in module.hparams
     return trainer.global_step, trainer.callback_metrics["train_loss"].item()
 
@@ -111,5 +114,44 @@ def test_training_starts_from_a_checkpoint_on_any_layout(tmp_path):
         results = run_processes(_losses, ParallelSizes(**sizes).world_size, name, DATA / name, again, sizes)
         assert {step for step, _ in results} == {3}
         ends.append(results[0][1])
+        _check_way_back(again, tmp_path / layout)
     assert ends == pytest.approx([ends[0]] * 3, abs=1e-5)
     assert ends[0] < expected(name)[0]["loss"].item()
+
+
+def _check_way_back(saved, out):
+    """A fine-tuned model becomes one of the project that it came from."""
+    converted = convert_checkpoint(saved, out, to="svd_llm", max_shard_bytes=2**30)
+    assert converted.source_format == "boost"
+    assert converted.max_logit_difference == 0.0
+    stored = StoredCheckpoint(saved)
+    for name, value in open_model(out).values.items():
+        assert torch.equal(value.whole(), stored.read_tensor(stored.model_tensors[f"model.{name}"]))
+    assert tensors_of(out).keys() == tensors_of(DATA / "svd_llm_uneven").keys()
+
+
+def test_a_run_s_checkpoint_is_told_to_be_converted_first(tmp_path):
+    (tmp_path / ".metadata").touch()
+    with pytest.raises(ValueError, match=r"is one that a run has saved.*convert .* OUT --to boost"):
+        LowRankLanguageModel(checkpoint=str(tmp_path))
+
+
+def _save_users(path):
+    trainer = trainer_for(max_steps=1, max_epochs=-1)
+    trainer.fit(UsersModule(), loader())
+    trainer.save_checkpoint(path)
+
+
+def test_a_run_that_noted_no_configuration_is_told(tmp_path):
+    run_processes(_save_users, 1, tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"no config.json of this package states the model's configuration"):
+        convert_checkpoint(tmp_path / "a.ckpt", tmp_path / "out", to="svd_llm", max_shard_bytes=2**30)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_an_export_of_a_run_is_a_model_too(tmp_path):
+    run_processes(_losses, 1, "svd_llm_uneven", DATA / "svd_llm_uneven", tmp_path / "a.ckpt", {})
+    assert "config.json" in export_checkpoint(tmp_path / "a.ckpt", tmp_path / "out", max_shard_bytes=2**30).files
+    convert_checkpoint(tmp_path / "a.ckpt", tmp_path / "converted", to="boost", max_shard_bytes=2**30)
+    assert open_model(tmp_path / "out").format.name == "boost"
+    assert same_tensors(tmp_path / "out", tmp_path / "converted")
