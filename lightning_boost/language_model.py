@@ -259,7 +259,8 @@ def _agreed(given: LlamaConfig, stored: LlamaConfig, path: Path) -> LlamaConfig:
     default = LlamaConfig()
     found = differences(structure(stored), structure(given))
     if found and structure(given) != structure(default):
-        name, (in_files, now) = next(iter(found.items()))
+        name = next(name for name in structure(stored) if name in found)
+        in_files, now = found[name]
         raise ValueError(
             f"model.config is another model than checkpoint {path}: {name} is {in_files} there and {now} in config"
             f"{f', and {len(found) - 1} more differ' if len(found) > 1 else ''}. Leave model.config out."

@@ -27,7 +27,8 @@ def write_model(folder, config, dtype=torch.float32):
     model = one_process_model(config, dtype)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.rand_like(parameter), alpha=0.1)  # norms and biases too
+            if parameter.dim() == 1:  # norms and biases, which start all alike
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
     folder.mkdir()
     save_file(dict(model.named_parameters()), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(BOOST.write_config(config)))

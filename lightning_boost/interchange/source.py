@@ -49,15 +49,17 @@ class SourceValue:
         Raises:
             ValueError: If a value of it is not finite.
         """
-        values = self.tensor.read(1 - dim if self.is_transposed else dim, start, stop)
-        num_bad = values.numel() - int(values.isfinite().sum())
-        if num_bad:
+        read = self.tensor.read(1 - dim if self.is_transposed else dim, start, stop)
+        # a copy: what was read may be the file itself, mapped into memory
+        values = (read.t() if self.is_transposed else read).clone(memory_format=torch.contiguous_format)
+        # a sum needs no memory, and is finite if all values are
+        if not values.sum(dtype=torch.float64).isfinite():
+            num_bad = values.numel() - int(values.isfinite().sum())
             raise ValueError(
                 f"checkpoint {self.path}: tensor {self.key} holds {num_bad:,} values that are NaN or infinite."
                 " Take another checkpoint."
             )
-        # a copy: what was read may be the file itself, mapped into memory
-        return (values.t() if self.is_transposed else values).clone(memory_format=torch.contiguous_format)
+        return values
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Models go from one format to another and back, bit for bit, and what cannot is told."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -15,6 +16,7 @@ from tests.checkpoints import CHECKPOINTS, DATA, expected, same_tensors, tensors
 from tests.models import small_config
 
 GIB = 2**30
+LAST_CHECKPOINT = "runs/finetune/checkpoints/last.ckpt"
 
 
 def _convert(path, out, to, **options):
@@ -207,3 +209,25 @@ def test_an_existing_directory_is_replaced_only_when_asked(tmp_path, capsys):
         assert code == 2
         assert message in error
     assert [path.name for path in out.iterdir()] == ["thesis.tex"]
+
+
+PAGE = DATA.parents[1] / "docs" / "converting.md"
+
+
+def test_the_page_s_commands_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(DATA / "svd_llm_uneven", "svd_llm_model")
+    shutil.copytree(DATA / "cola_latent_only", "cola_model")
+    lines = re.findall(r"^    python -m lightning_boost convert (.*)$", PAGE.read_text(), re.MULTILINE)
+    commands = [line.split() for line in lines if line.split()[0] not in ("llama_7b_svd_llm.pt", LAST_CHECKPOINT)]
+    assert len(commands) == len(lines) - 2 == 4
+    printed = ""
+    for command in commands:
+        code, output, _ = _run(capsys, *command)
+        assert code == 0
+        printed += output
+    (shown,) = re.findall(r"^    The same tokens(?:.*\n)+?    (own_model: .*)$", PAGE.read_text(), re.MULTILINE)
+    assert shown in printed
+    (shown,) = re.findall(r"^    (\{.*\})$", PAGE.read_text(), re.MULTILINE)
+    found = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
+    assert {**json.loads(shown), "max_logit_difference": 0} == {**found, "max_logit_difference": 0}

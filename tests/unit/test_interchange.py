@@ -296,7 +296,7 @@ def test_options_of_training_may_be_given_beside_it_and_the_same_sizes_too():
 
 def test_another_configuration_is_refused():
     with pytest.raises(ValueError, match=r"hidden_size is 64 there and 128 in config.*Leave model.config out"):
-        LowRankLanguageModel(LlamaConfig(hidden_size=128), checkpoint=str(DATA / COLA))
+        LowRankLanguageModel(LlamaConfig(vocab_size=128, hidden_size=128), checkpoint=str(DATA / COLA))
 
 
 def test_lightning_s_file_of_it_loads_without_the_checkpoint(tmp_path):
