@@ -9,19 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_boost.checkpoint_tools.export import exported_names, stated_config
 from lightning_boost.checkpoint_tools.logit_probe import Probe, Values, WholeValue, probe
 from lightning_boost.checkpoint_tools.output import COMPANIONS, check_out, new_directory, write_json, write_weights
+from lightning_boost.checkpoint_tools.run_model import describe_run
 from lightning_boost.checkpoint_tools.safetensors_format import Entry
-from lightning_boost.checkpoint_tools.stored import StoredCheckpoint, StoredTensor
+from lightning_boost.checkpoint_tools.stored import StoredCheckpoint
 from lightning_boost.config import LlamaConfig, LowRankConfig
 from lightning_boost.interchange.detect import format_called
 from lightning_boost.interchange.files import CONFIG_FILE, OnPickle, find_weights
 from lightning_boost.interchange.hugging_face import HF_DENSE, options_left_out
 from lightning_boost.interchange.keys import Format
 from lightning_boost.interchange.own import BOOST
-from lightning_boost.interchange.source import SourceModel, carried_options, describe, open_model, parameters_of
-from lightning_boost.strategy.run_state import saved_ties
+from lightning_boost.interchange.source import SourceModel, carried_options, open_model, parameters_of
 
 _ROUNDING_STEPS = 1000
 """Of the stored dtype, by which logits may differ, relative to the largest, where factors were multiplied."""
@@ -59,28 +58,6 @@ class _Product:
     def whole(self) -> Tensor:
         # rounded once
         return (self.factor_b.whole().double() @ self.factor_a.whole().double()).to(self.dtype)
-
-
-@dataclass(frozen=True)
-class _RunTensor:
-    """A tensor of a run's checkpoint, under the protocol of those in other files."""
-
-    stored: StoredCheckpoint
-    tensor: StoredTensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    def read(self, dim: int, start: int, stop: int) -> Tensor:
-        try:
-            return self.stored.read_tensor(self.tensor).narrow(dim, start, stop - start)
-        except ValueError as error:
-            raise ValueError(f"checkpoint {self.stored.path}: {self.tensor.name}: {error}.") from None
 
 
 def convert_checkpoint(
@@ -134,12 +111,7 @@ def _open(path: Path, format_name: str | None, on_pickle: OnPickle | None) -> So
         return open_model(path, format_name=format_name, on_pickle=on_pickle)
     stored = StoredCheckpoint(path, check_sums=True)
     stored.check_files()
-    ties = saved_ties(stored.trainer_state)
-    names = exported_names(list(stored.model_tensors))
-    tensors = {
-        names[name]: _RunTensor(stored, tensor) for name, tensor in stored.model_tensors.items() if name not in ties
-    }
-    return describe(path, tensors, stated_config(stored), format_name)
+    return describe_run(stored, format_name)
 
 
 def _multiplied(config: LlamaConfig) -> LlamaConfig:

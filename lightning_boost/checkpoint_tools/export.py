@@ -1,18 +1,17 @@
 """A checkpoint's weights as safetensors files, for whoever does not know this package."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lightning_boost.checkpoint_tools.output import check_out, new_directory, write_json, write_weights
+from lightning_boost.checkpoint_tools.run_model import describe_run, exported_names
 from lightning_boost.checkpoint_tools.safetensors_format import DTYPES, Entry
 from lightning_boost.checkpoint_tools.stored import MODEL_PREFIX, StoredCheckpoint, StoredTensor
 from lightning_boost.checkpoint_tools.summary import natural_order
-from lightning_boost.config import llama_config
 from lightning_boost.interchange.files import CONFIG_FILE
-from lightning_boost.interchange.keys import EMBEDDING, HEAD
 from lightning_boost.interchange.own import BOOST
 from lightning_boost.strategy.run_state import saved_ties
 
@@ -71,31 +70,18 @@ def export_checkpoint(
     entries = [Entry(name, tensor.shape, tensor.dtype, tensor.num_bytes) for name, tensor in tensors.items()]
     with new_directory(out, total) as folder:
         files = write_weights(folder, entries, max_shard_bytes, read)
-        stated = stated_config(stored)
-        if stated and EMBEDDING in tensors:
-            write_json(folder / CONFIG_FILE, stated)
+        if config := _config_of(stored):
+            write_json(folder / CONFIG_FILE, config)
             files.append(CONFIG_FILE)
     return Export(files, len(tensors), total, left_out)
 
 
-def stated_config(stored: StoredCheckpoint) -> dict[str, Any]:
-    """Return the ``config.json`` of a run's model; empty where the run has not noted its configuration."""
-    options = stored.trainer_state.get("hyper_parameters", {}).get("config")
-    return BOOST.write_config(llama_config(options)) if isinstance(options, Mapping) else {}
-
-
-def exported_names(names: list[str]) -> dict[str, str]:
-    """Return the name of each tensor of a ``state_dict`` in an export.
-
-    A LightningModule's attribute in front (``model.``) is left out where the names are then Hugging Face's, which have
-    ``lm_head.weight`` and ``model.embed_tokens.weight``. Other names stay as they are.
-    """
-    for name in names:
-        prefix = name.removesuffix(HEAD)
-        is_hugging_face = prefix != name and f"{prefix}{EMBEDDING}" in names
-        if is_hugging_face and all(other.startswith(prefix) for other in names):
-            return {other: other.removeprefix(prefix) for other in names}
-    return {name: name for name in names}
+def _config_of(stored: StoredCheckpoint) -> dict[str, Any]:
+    """Return the ``config.json`` of a run's model, or nothing if it is none of this package's."""
+    try:
+        return BOOST.write_config(describe_run(stored, BOOST.name).config)
+    except ValueError:
+        return {}
 
 
 def _tensors_to_export(stored: StoredCheckpoint) -> tuple[dict[str, StoredTensor], list[str]]:

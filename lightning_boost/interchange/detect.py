@@ -10,7 +10,7 @@ from lightning_boost.interchange.own import BOOST, VERSION_KEY
 from lightning_boost.interchange.svd import ASVD, SVD_LLM
 
 FORMATS = {format.name: format for format in (BOOST, COLA, COLA_M, SVD_LLM, ASVD, HF_DENSE)}
-"""By name; the last one that fits is the one whose marks others may have too."""
+"""By name, in the order in which they are looked for: others may hold Hugging Face's dense keys too."""
 
 
 def format_called(name: str) -> Format:

@@ -1,6 +1,7 @@
 """This package's own format: the names of its model, and its configuration whole."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_boost.config import LlamaConfig, llama_config
@@ -33,8 +34,13 @@ def _read(stated: Stated, tensors: Tensors) -> LlamaConfig:
     return llama_config(stated["config"])
 
 
+def state_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` of a model's options in plain types."""
+    return {VERSION_KEY: _VERSION, "config": dict(options)}
+
+
 def _write(config: LlamaConfig) -> dict[str, Any]:
-    return {VERSION_KEY: _VERSION, "config": plain(config)}
+    return state_options(plain(config))
 
 
 BOOST = Format(

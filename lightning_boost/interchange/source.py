@@ -56,8 +56,8 @@ class SourceValue:
         if not values.sum(dtype=torch.float64).isfinite():
             num_bad = values.numel() - int(values.isfinite().sum())
             raise ValueError(
-                f"checkpoint {self.path}: tensor {self.key} holds {num_bad:,} values that are NaN or infinite."
-                " Take another checkpoint."
+                f"checkpoint {self.path}: tensor {self.key} is NaN or infinite in {num_bad:,} of {values.numel():,}"
+                " values. Take another checkpoint."
             )
         return values
 
@@ -141,16 +141,14 @@ def _check_names(format: Format, expected: set[str], found: Tensors, config: Lla
 
 
 def _refuse_names(format: Format, missing: list[str], unexpected: list[str]) -> NoReturn:
-    sentences = [f"it is read as {format.name}"]
+    sentences = []
     if missing:
-        described = []
-        for key in missing[:_MOST_SHOWN]:
-            near = get_close_matches(key, unexpected, n=1, cutoff=0.8)
-            described.append(f"{key}{f' (there is {near[0]})' if near else ''}")
-        sentences.append(f"{len(missing)} tensors are missing: {_shown(described, len(missing))}")
+        near = {key: get_close_matches(key, unexpected, n=1, cutoff=0.8) for key in missing[:_MOST_SHOWN]}
+        described = [f"{key} (there is {found[0]})" if found else key for key, found in near.items()]
+        sentences.append(f"{len(missing)} missing: {_shown(described, len(missing))}")
     if unexpected:
-        sentences.append(f"{len(unexpected)} have no place in the model: {_shown(unexpected, len(unexpected))}")
-    raise ValueError("; ".join(sentences) + ".")
+        sentences.append(f"{len(unexpected)} without a place in the model: {_shown(unexpected, len(unexpected))}")
+    raise ValueError(f"its tensors are not those of {format.name}; {'; '.join(sentences)}.")
 
 
 def _shown(names: list[str], number: int) -> str:

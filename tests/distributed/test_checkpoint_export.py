@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lightning_boost import BoostParallelStrategy, LowRankLanguageModel
-from lightning_boost.checkpoint_tools.export import export_checkpoint, exported_names
+from lightning_boost.checkpoint_tools.export import export_checkpoint
+from lightning_boost.checkpoint_tools.run_model import exported_names
 from lightning_boost.checkpoint_tools.stored import StoredCheckpoint
 from lightning_boost.cli import main
 from tests.models import masked_batch, small_config

@@ -187,7 +187,7 @@ def test_the_command_prints_what_both_compute(tmp_path, capsys):
     [
         (("--to", "kola"), "format ('kola') must be one of boost, cola, cola_m, svd_llm, asvd, hf_dense. Did you mean"),
         (("--from", "svd"), "format ('svd') must be one of"),
-        (("--from", "hf_dense"), "28 have no place in the model: model.layers.0.mlp.down_proj.cola_a"),
+        (("--from", "hf_dense"), "28 without a place in the model: model.layers.0.mlp.down_proj.cola_a"),
         (("--max_shard_gib", "0"), "max_shard_gib (0.0) must be above 0"),
         (("--too", "cola"), "Did you mean 'to'?"),
     ],

@@ -61,14 +61,14 @@ def _set_nan(tensors):
 
 
 WRONG = {
-    "missing": (COLA, _tensors(lambda found: found.pop(A_FACTOR)), f"1 tensors are missing: {A_FACTOR}"),
+    "missing": (COLA, _tensors(lambda found: found.pop(A_FACTOR)), f"1 missing: {A_FACTOR}"),
     "misspelt": (COLA, _tensors(_misspell), f"{A_FACTOR} (there is model.layers.1.mlp.upp_proj.cola_a)"),
     "unexpected": (
         DENSE,
         _tensors(lambda found: found.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)})),
-        "1 have no place in the model: model.layers.0.self_attn.q_norm.weight",
+        "1 without a place in the model: model.layers.0.self_attn.q_norm.weight",
     ),
-    "another number of layers": (DENSE, _with_config(num_hidden_layers=1), "9 have no place in the model"),
+    "another number of layers": (DENSE, _with_config(num_hidden_layers=1), "9 without a place in the model: "),
     "transposed factor": (
         COLA,
         _tensors(lambda found: found.update({A_FACTOR: found[A_FACTOR].t().contiguous()})),
@@ -84,7 +84,7 @@ WRONG = {
         _tensors(lambda found: found.update({A_FACTOR.replace("_a", "_b"): torch.ones(19, 172)})),
         "up_proj.cola_b is [19, 172] and must be [20, 172]",
     ),
-    "not finite": (COLA, _tensors(_set_nan), f"tensor {A_FACTOR} holds 1 values that are NaN or infinite"),
+    "not finite": (COLA, _tensors(_set_nan), f"tensor {A_FACTOR} is NaN or infinite in 1 of 1,280 values"),
     "quantised": (
         DENSE,
         _tensors(lambda found: found.update({A_MATRIX: torch.ones(32, 64, dtype=torch.int8)})),
@@ -152,7 +152,7 @@ def test_a_value_that_is_not_finite_is_told_when_its_share_is_read(tmp_path):
     _with_tensors(folder, _set_nan)
     value = open_model(folder).values["model.layers.1.mlp.up_proj.factor_a.weight"]
     value.share(1, 4, 64)
-    with pytest.raises(ValueError, match=rf"{A_FACTOR} holds 1 values"):
+    with pytest.raises(ValueError, match=rf"{A_FACTOR} is NaN or infinite in 1 of"):
         value.share(1, 0, 4)
 
 
