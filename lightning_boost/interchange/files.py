@@ -53,9 +53,11 @@ def find_weights(path: Path) -> Path:
 
     Raises:
         FileNotFoundError: If there is none.
-        ValueError: If it cannot be told which it is.
+        ValueError: If it cannot be told which it is, or it is another kind of file.
     """
     if path.is_file():
+        if path.suffix not in (*_SUFFIXES, ".json"):
+            raise ValueError(f"checkpoint {path} must be a directory, or a file named {', '.join(_SUFFIXES)}.")
         return path
     if not path.is_dir():
         raise FileNotFoundError(f"checkpoint {path} does not exist.")

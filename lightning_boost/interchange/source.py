@@ -98,12 +98,9 @@ def open_model(path: Path, *, format_name: str | None = None, on_pickle: OnPickl
     config_file = weights.with_name(CONFIG_FILE)
     if config_file.is_file():
         stated = read_json(config_file)
-    try:
-        return describe(path, tensors, stated, format_name)
-    except ValueError as error:
-        if not stated:
-            raise ValueError(f"checkpoint {path} has no {CONFIG_FILE} beside {weights.name}: {error}") from None
-        raise
+    if not stated:
+        raise ValueError(f"checkpoint {path} has no {CONFIG_FILE} beside {weights.name}, to state the model's sizes.")
+    return describe(path, tensors, stated, format_name)
 
 
 def describe(path: Path, tensors: Tensors, stated: Stated, format_name: str | None = None) -> SourceModel:

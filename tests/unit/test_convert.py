@@ -7,7 +7,9 @@ import shutil
 import pytest
 import torch
 
+from lightning_boost.checkpoint_tools import conversion
 from lightning_boost.checkpoint_tools.conversion import convert_checkpoint
+from lightning_boost.checkpoint_tools.output import write_weights
 from lightning_boost.cli import main
 from lightning_boost.config import RopeScaling, structure
 from lightning_boost.interchange.source import open_model
@@ -112,6 +114,20 @@ def test_hugging_face_computes_the_same(tmp_path, model):
     tokens = torch.arange(60)[None]
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, _model(written)(tokens), atol=1e-5, rtol=0)
+
+
+def test_what_computes_something_else_is_not_kept(tmp_path, monkeypatch):
+    """A planted defect: one factor is written the wrong way round, which its shape does not show."""
+    written = write_model(tmp_path / "own", small_config(low_rank={"bottleneck_size": 64}))
+
+    def write_wrongly(folder, entries, max_shard_bytes, read):
+        wrong = "model.layers.1.self_attn.q_proj.cola_a"
+        return write_weights(folder, entries, max_shard_bytes, lambda key: read(key).t() if key == wrong else read(key))
+
+    monkeypatch.setattr(conversion, "write_weights", write_wrongly)
+    with pytest.raises(ValueError, match=r"computes something else than checkpoint .* Nothing was kept"):
+        _convert(written, tmp_path / "out", "cola")
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]
 
 
 def test_tokenizers_go_along(tmp_path):

@@ -145,6 +145,8 @@ def test_nothing_there_is_told(tmp_path):
         LowRankLanguageModel(checkpoint="nowhere")
     with pytest.raises(ValueError, match="which file holds the tensors"):
         LowRankLanguageModel(checkpoint=str(tmp_path))
+    with pytest.raises(ValueError, match=r"must be a directory, or a file named .safetensors, .bin"):
+        LowRankLanguageModel(checkpoint=__file__)
 
 
 def test_a_value_that_is_not_finite_is_told_when_its_share_is_read(tmp_path):
