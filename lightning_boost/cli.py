@@ -17,6 +17,7 @@ from lightning_boost.callbacks.run_summary import RunSummary
 from lightning_boost.callbacks.token_throughput import TokenThroughput
 from lightning_boost.commands.benchmark import benchmark
 from lightning_boost.commands.checkpoint import export, inspect_checkpoint, verify
+from lightning_boost.commands.convert import convert
 from lightning_boost.commands.parity import parity
 from lightning_boost.data_module import TextDataModule
 from lightning_boost.language_model import LowRankLanguageModel
@@ -26,6 +27,7 @@ from lightning_boost.strategy.boost import BoostParallelStrategy
 COMMANDS: dict[str, Callable[..., int]] = {
     "parity": parity,
     "benchmark": benchmark,
+    "convert": convert,
     "checkpoint inspect": inspect_checkpoint,
     "checkpoint verify": verify,
     "checkpoint export": export,
@@ -156,15 +158,25 @@ def split_command(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _command_parser(name: str) -> _Parser:
-    """Return a parser of a command's parameters; those that are off by default become flags."""
+    """Return a parser of a command's parameters.
+
+    Those that are off by default become flags, with hyphens as well as underscores. A name that Python reserves has an
+    underscore behind it that the option has not.
+    """
     command = COMMANDS[name]
     parameters = inspect.signature(command).parameters
     flags = [option for option, parameter in parameters.items() if parameter.default is False]
     description, *_ = (inspect.getdoc(command) or "").partition("\n\nArgs:")
     parser = _Parser(prog=f"{PROGRAM} {name}", description=description)
-    parser.add_function_arguments(command, as_positional=True, skip=set(flags))
+    reserved = [option for option in parameters if option.endswith("_")]
+    parser.add_function_arguments(command, as_positional=True, skip={*flags, *reserved})
+    for option in reserved:
+        parser.add_argument(
+            f"--{option[:-1]}", dest=option, metavar="NAME", type=str, default=None, help=_describe(command, option)
+        )
     for flag in flags:
-        parser.add_argument(f"--{flag}", action="store_true", help=_describe(command, flag))
+        spellings = dict.fromkeys((f"--{flag}", f"--{flag.replace('_', '-')}"))
+        parser.add_argument(*spellings, action="store_true", help=_describe(command, flag))
     return parser
 
 

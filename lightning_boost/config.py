@@ -5,8 +5,9 @@ Names of sizes follow Hugging Face. The only new word is ``bottleneck_size``, th
 
 import logging
 import re
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
 
 IGNORED_LABEL = -100
 """Label of a position that no loss is taken at, as in torch and Hugging Face."""
@@ -276,6 +277,46 @@ class LlamaConfig:
     def head_size(self) -> int:
         """``E``, features of one head."""
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
+
+
+TRAINING_OPTIONS = ("initializer_range", "label_smoothing", "attention_dropout", "hidden_dropout")
+"""Options of ``LlamaConfig`` that do not change what a trained model computes."""
+
+
+def structure(config: LlamaConfig) -> dict[str, Any]:
+    """Return what a model computes by the names of its options: equal wherever two configurations mean the same."""
+    low_rank = config.low_rank
+    said = {entry.name: getattr(config, entry.name) for entry in fields(config)}
+    scaling = None if config.rope_scaling is None else asdict(config.rope_scaling)
+    resolved = {
+        "num_key_value_heads": config.key_value_heads,
+        "head_dim": config.head_size,
+        "rope_scaling": scaling,
+    }
+    found = {name: value for name, value in {**said, **resolved}.items() if name not in (*TRAINING_OPTIONS, "low_rank")}
+    found["low_rank.latent_activation"] = low_rank.latent_activation
+    found["low_rank.keep_outer_activation"] = low_rank.has_outer_activation
+    for layer in range(config.num_hidden_layers):
+        for name in PROJECTIONS:
+            found[f"low_rank.bottleneck_size of layers.{layer}.{name}"] = (
+                config.bottleneck_size_of(layer, name) or DENSE
+            )
+    return found
+
+
+def llama_config(options: Mapping[str, Any]) -> LlamaConfig:
+    """Make a configuration of plain types, as JSON and hyper-parameters have it.
+
+    Raises:
+        ValueError: If an option is not known, or a value is outside its range.
+    """
+    scaling = options.get("rope_scaling")
+    try:
+        low_rank = LowRankConfig(**options.get("low_rank", {}))
+        rope_scaling = None if scaling is None else RopeScaling(**scaling)
+        return LlamaConfig(**{**options, "low_rank": low_rank, "rope_scaling": rope_scaling})
+    except TypeError as error:
+        raise ValueError(f"the model's configuration is not that of this release: {error}") from None
 
 
 def _nearby_divisors(number: int, near: int) -> list[int]:

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +15,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_boost.config import LlamaConfig
+from lightning_boost.config import TRAINING_OPTIONS, LlamaConfig, llama_config, structure
 from lightning_boost.gradients import global_gradient_norm
+from lightning_boost.interchange.source import open_model
 from lightning_boost.model.initialization import initialize
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.model.loss import count_valid, next_tokens
-from lightning_boost.options import plain
+from lightning_boost.options import differences, plain
 
 Batch = dict[str, Tensor]
 
@@ -62,14 +65,17 @@ class Perplexity(TokenLoss):
 
 
 class LowRankLanguageModel(LightningModule):
-    """Pre-training of a low-rank LLaMA: AdamW, linear warm-up, cosine to a tenth of the peak.
+    """Training of a low-rank LLaMA: AdamW, linear warm-up, cosine to a tenth of the peak.
 
-    Logs ``train_loss`` and ``gradient_norm`` on each step, and ``val_loss`` and ``val_perplexity`` (or ``test_…``) as
-    means over all valid tokens. A batch is a dict of ``input_ids`` and ``labels``, each ``[B, T]``, and of what else
-    the model takes, such as ``document_ids``.
+    It starts anew, or from weights in files. Logs ``train_loss`` and ``gradient_norm`` on each step, and ``val_loss``
+    and ``val_perplexity`` (or ``test_…``) as means over all valid tokens. A batch is a dict of ``input_ids`` and
+    ``labels``, each ``[B, T]``, and of what else the model takes, such as ``document_ids``.
 
     Args:
-        config: Sizes and kind of the model.
+        config: Sizes and kind of the model. With ``checkpoint`` they are those of the files: only dropout and label
+            smoothing are taken from here, and other options left out, or the same as in the files.
+        checkpoint: Directory or file of weights to start from, of any format that ``convert`` reads. Each process
+            reads its share of them.
         learning_rate: Peak of the schedule.
         warmup_steps: Steps over which the rate rises to its peak.
         max_steps: Step at which the cosine ends; ``None``: where the Trainer stops.
@@ -78,13 +84,14 @@ class LowRankLanguageModel(LightningModule):
         decay_all_parameters: Whether norms and biases decay too, as in CoLA's published runs.
 
     Raises:
-        ValueError: If a rate or a number of steps is negative.
+        ValueError: If a rate or a number of steps is negative, or the checkpoint cannot be read or is another model's.
     """
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: LlamaConfig = LlamaConfig(),  # noqa: B008, it is frozen
         *,
+        checkpoint: str | None = None,
         learning_rate: float = 3e-3,
         warmup_steps: int = 100,
         max_steps: int | None = None,
@@ -96,6 +103,12 @@ class LowRankLanguageModel(LightningModule):
         for name, value in (("learning_rate", learning_rate), ("warmup_steps", warmup_steps)):
             if value < 0:
                 raise ValueError(f"{name} ({value}) must not be negative.")
+        # as Lightning's load_from_checkpoint gives it back
+        config = llama_config(config) if isinstance(config, Mapping) else config
+        source = None if checkpoint is None else open_model(Path(checkpoint))
+        if source is not None:
+            config = _agreed(config, source.config, source.path)
+        # without the checkpoint: a run that goes on has no need of it
         self.save_hyperparameters(
             {
                 "config": plain(config),
@@ -116,7 +129,7 @@ class LowRankLanguageModel(LightningModule):
         self.decay_all_parameters = decay_all_parameters
         # no values yet: a strategy may want to make only its share of them
         with torch.device("meta"):
-            self.model = LlamaForCausalLM(config)
+            self.model = LlamaForCausalLM(config, values=None if source is None else source.values)
         self.metrics = nn.ModuleDict()
         self._set_names = [""]
 
@@ -235,6 +248,25 @@ class LowRankLanguageModel(LightningModule):
         others = [parameter for parameter in trained if not decays(parameter)]
         groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
         return [group for group in groups if group["params"]]
+
+
+def _agreed(given: LlamaConfig, stored: LlamaConfig, path: Path) -> LlamaConfig:
+    """Return the stored configuration, with those options of training that are given.
+
+    Raises:
+        ValueError: If another model is given than is stored.
+    """
+    default = LlamaConfig()
+    found = differences(structure(stored), structure(given))
+    if found and structure(given) != structure(default):
+        name = next(name for name in structure(stored) if name in found)
+        in_files, now = found[name]
+        raise ValueError(
+            f"model.config is another model than checkpoint {path}: {name} is {in_files} there and {now} in config"
+            f"{f', and {len(found) - 1} more differ' if len(found) > 1 else ''}. Leave model.config out."
+        )
+    options = {name: getattr(given, name) for name in TRAINING_OPTIONS}
+    return replace(stored, **{name: value for name, value in options.items() if value != getattr(default, name)})
 
 
 def _warmup_then_cosine(step: int, warmup_steps: int, total_steps: float, *, floor: float = 0.1) -> float:

@@ -14,7 +14,7 @@ from lightning_boost.gradients import mark_as_parts
 from lightning_boost.layout import Decoder
 from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, shard_bounds
 from lightning_boost.model.initialization import (
-    InitialValue,
+    Value,
     initial_values,
     make_scratch,
     replace_parameters,
@@ -139,7 +139,7 @@ def materialize(
         if is_absent:
             share = parameter.detach().to("meta").narrow(dim, start, stop - start).clone()
         elif given is None:
-            share = values[name].share(dim, start, stop, scratch).to(device)
+            share = values[name].share(dim, start, stop, scratch).to(device, parameter.dtype)
         else:
             share = _cut(given, dim, start, stop)
         if placements is not None:
@@ -165,7 +165,7 @@ def _cut(value: Tensor, dim: int, start: int, stop: int) -> Tensor:
     return value.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
-def _initial_values(model: nn.Module, seed: int) -> dict[str, InitialValue]:
+def _initial_values(model: nn.Module, seed: int) -> Mapping[str, Value]:
     if not any(parameter.is_meta for parameter in model.parameters()):
         return {}
     std = getattr(getattr(model, "config", None), "initializer_range", 0.02)

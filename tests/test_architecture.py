@@ -17,10 +17,17 @@ PACKAGE = Path(__file__).resolve().parents[1] / "lightning_boost"
 
 FLOORS = (
     {"config", "mesh", "kernels", "options", "new_directory"},
-    {"collectives", "cost", "model", "data", "interchange"},
-    {"layout"},
-    {"tensor_parallel", "pipeline_parallel", "data_parallel", "random_streams", "recompute", "gradients"}
-    | {"checkpoint_reader"},
+    {"collectives", "cost", "model", "data", "checkpoint_reader"},
+    {"layout", "interchange"},
+    {
+        "tensor_parallel",
+        "pipeline_parallel",
+        "data_parallel",
+        "random_streams",
+        "recompute",
+        "gradients",
+        "optimization",
+    },
     {"parallelize", "checkpoint", "planning"},
     {"strategy", "callbacks", "language_model", "data_module"},
     {"parity", "benchmark", "checkpoint_tools"},
@@ -35,6 +42,7 @@ CONFINED = {
     "triton": {"kernels"},
     "datasets": {"data"},
     "tokenizers": {"data"},
+    "safetensors": {"interchange"},
     "numpy": {"checkpoint"},  # to leave its numbers out
     "lightning": UPPER,
     "torchmetrics": UPPER,

@@ -1,23 +1,17 @@
 """``checkpoint``: look at a saved state, prove it whole, hand it on; in one process and without its model."""
 
 import json as json_format
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from lightning_boost.checkpoint_tools.export import export_checkpoint
 from lightning_boost.checkpoint_tools.stored import StoredCheckpoint
 from lightning_boost.checkpoint_tools.summary import CheckpointSummary, TensorKind, each_by_itself, summarize
 from lightning_boost.checkpoint_tools.verification import verify_checkpoint
-
-_WIDTH = 120
-"""Of tables where the output is no terminal."""
+from lightning_boost.commands.display import console_for_results, progress_bar, size_in_words
 
 
 def inspect_checkpoint(directory: str, *, all: bool = False, json: bool = False) -> int:
@@ -55,19 +49,19 @@ def _show(path: Path, summary: CheckpointSummary) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     for kind in summary.kinds:
         shape = " × ".join(map(str, kind.shape)) or "scalar"
-        table.add_row(kind.name, _layers(kind), shape, kind.dtype, _size(kind.num_bytes))
-    console = _console()
+        table.add_row(kind.name, _layers(kind), shape, kind.dtype, size_in_words(kind.num_bytes))
+    console = console_for_results()
     console.print(table)
     for what, value in _facts(summary):
         console.print(f"{what + ':':<13}{value}", soft_wrap=True, highlight=False)
 
 
 def _facts(summary: CheckpointSummary) -> Iterator[tuple[str, str]]:
-    tensors = f"{summary.num_tensors:,} tensors, {summary.num_values:,} values, {_size(summary.num_bytes)}"
+    tensors = f"{summary.num_tensors:,} tensors, {summary.num_values:,} values, {size_in_words(summary.num_bytes)}"
     yield "model", tensors
     for name, num_tensors, num_bytes, states in summary.optimizers:
         of_each = f" ({', '.join(f'{count:,} {kind}' for kind, count in states.items())})" if states else ""
-        yield name.replace("_", " "), f"{_count(num_tensors, 'tensor')}{of_each}, {_size(num_bytes)}"
+        yield name.replace("_", " "), f"{_count(num_tensors, 'tensor')}{of_each}, {size_in_words(num_bytes)}"
     yield "progress", f"{_count(summary.global_step, 'optimizer step')}, epoch {_known(summary.epoch)}"
     yield "saved by", f"{_count(summary.num_replicas, 'replica')}, in {_count(summary.num_files, 'file')}"
     if not summary.positions:
@@ -104,15 +98,6 @@ def _layers(kind: TensorKind) -> str:
     return f"{len(kind.layers)} ({', '.join('–'.join(map(str, each)) for each in ranges)})"
 
 
-def _size(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
-
-
 def verify(directory: str, *, json: bool = False) -> int:
     """Read every file, tensor and value of a checkpoint, and name what is missing, damaged or not finite.
 
@@ -122,16 +107,16 @@ def verify(directory: str, *, json: bool = False) -> int:
         directory: The checkpoint.
         json: Whether the last line of standard output is one JSON object, and all else goes to standard error.
     """
-    with _progress("reading") as on_bytes:
+    with progress_bar("reading") as on_bytes:
         found = verify_checkpoint(Path(directory), on_bytes)
     if json:
         faults = [fault._asdict() for fault in found.faults]
         print(json_format.dumps({**found._asdict(), "checkpoint": directory, "passed": not faults, "faults": faults}))
     else:
-        console = _console()
+        console = console_for_results()
         for where, what in found.faults:
             console.print(f"{where}: {what}", soft_wrap=True, highlight=False, markup=False)
-        what = f"{found.num_tensors:,} tensors, {_size(found.num_bytes)} in {_count(found.num_files, 'file')}"
+        what = f"{found.num_tensors:,} tensors, {size_in_words(found.num_bytes)} in {_count(found.num_files, 'file')}"
         verdict = "CHECKPOINT IS DAMAGED" if found.faults else f"CHECKPOINT IS WHOLE: {what}, all values finite"
         console.print(verdict, soft_wrap=True, highlight=False)
     return 1 if found.faults else 0
@@ -153,30 +138,16 @@ def export(directory: str, out: str, *, max_shard_gib: float = 5.0, overwrite: b
     if max_shard_gib <= 0:
         raise ValueError(f"max_shard_gib ({max_shard_gib}) must be above 0.")
     size = int(max_shard_gib * 2**30)
-    with _progress("writing") as on_bytes:
+    with progress_bar("writing") as on_bytes:
         written = export_checkpoint(
             Path(directory), Path(out), max_shard_bytes=size, overwrite=overwrite, on_bytes=on_bytes
         )
     if json:
         print(json_format.dumps({"checkpoint": directory, "out": out, **written._asdict()}))
         return 0
-    console = _console()
+    console = console_for_results()
     for name in written.left_out:
         console.print(f"left out: {name}", soft_wrap=True, highlight=False, markup=False)
-    what = f"{written.num_tensors:,} tensors, {_size(written.num_bytes)} in {', '.join(written.files)}"
+    what = f"{written.num_tensors:,} tensors, {size_in_words(written.num_bytes)} in {', '.join(written.files)}"
     console.print(f"{out}: {what}", soft_wrap=True, highlight=False, markup=False)
     return 0
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else _WIDTH)
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on standard error, where that is a terminal; give the function that moves it."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

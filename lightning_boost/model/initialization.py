@@ -6,8 +6,9 @@ draws exactly the values that one process would: the layout of a run does not ch
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,19 @@ BLOCK_ELEMENTS = 1 << 22
 Draw = Callable[[Tensor, torch.Generator], Tensor]
 
 
+class Value(Protocol):
+    """What a parameter starts from, drawn or read from a file, whole or in part."""
+
+    def whole(self) -> Tensor:
+        """Return the value, on the CPU."""
+
+    def share(self, dim: int, start: int, stop: int, scratch: Tensor | None = None) -> Tensor:
+        """Return ``whole().narrow(dim, start, stop - start)``, without holding the rest of it."""
+
+
 @dataclass(frozen=True)
 class InitialValue:
-    """How the initial value of one parameter is made, whole or in part."""
+    """A value that is drawn."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -84,7 +95,8 @@ def initialize(model: nn.Module, *, std: float = 0.02, seed: int | None = None) 
 
     def filled(name: str, parameter: nn.Parameter) -> nn.Parameter:
         if parameter.is_meta:
-            return nn.Parameter(values[name].whole(), requires_grad=parameter.requires_grad)
+            whole = values[name].whole().to(parameter.dtype)
+            return nn.Parameter(whole, requires_grad=parameter.requires_grad)
         parameter.copy_(values[name].whole())
         return parameter
 
@@ -107,8 +119,10 @@ def set_module(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(owner), leaf, module)
 
 
-def initial_values(model: nn.Module, *, std: float = 0.02, seed: int | None = None) -> dict[str, InitialValue]:
-    """Return for every parameter of ``model`` how its initial value is made, under its name.
+def initial_values(model: nn.Module, *, std: float = 0.02, seed: int | None = None) -> Mapping[str, Value]:
+    """Return for every parameter of ``model`` what it starts from, under its name.
+
+    That is the model's own ``given_values``, if it has any, or else:
 
     ==============================  =====================================================================
     parameter                       value
@@ -123,9 +137,12 @@ def initial_values(model: nn.Module, *, std: float = 0.02, seed: int | None = No
     Raises:
         TypeError: If a parameter belongs to a module that the table does not name.
     """
+    given: Mapping[str, Value] | None = getattr(model, "given_values", None)
+    if given:
+        return given
     seed = torch.initial_seed() if seed is None else seed
     owners = dict(model.named_modules())
-    values: dict[str, InitialValue] = {}
+    values: dict[str, Value] = {}
     for name, parameter in model.named_parameters():
         owner_name, _, leaf = name.rpartition(".")
         pair = owners.get(owner_name.rpartition(".")[0])

@@ -1,5 +1,7 @@
 """A LLaMA decoder with low-rank linears, under Hugging Face's parameter names."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
@@ -8,7 +10,7 @@ from lightning_boost.config import LlamaConfig
 from lightning_boost.model.attention import Attention
 from lightning_boost.model.cache import KeyValueCache, LayerCache, causal_mask
 from lightning_boost.model.documents import document_lengths, document_mask, document_positions, number_documents
-from lightning_boost.model.initialization import initialize
+from lightning_boost.model.initialization import Value, initialize
 from lightning_boost.model.loss import NextTokenLoss
 from lightning_boost.model.mlp import MLP
 from lightning_boost.model.norm import RMSNorm
@@ -83,11 +85,13 @@ class LlamaForCausalLM(nn.Module):
 
     Args:
         config: Sizes and kind.
+        values: What its parameters start from, by their names; ``None`` draws them.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, values: Mapping[str, Value] | None = None) -> None:
         super().__init__()
         self.config = config
+        self.given_values = values
         self.model = LlamaModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:

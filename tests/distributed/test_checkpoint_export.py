@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lightning_boost import BoostParallelStrategy, LowRankLanguageModel
-from lightning_boost.checkpoint_tools.export import export_checkpoint, exported_names
+from lightning_boost.checkpoint_tools.export import export_checkpoint
+from lightning_boost.checkpoint_tools.run_model import exported_names
 from lightning_boost.checkpoint_tools.stored import StoredCheckpoint
 from lightning_boost.cli import main
 from tests.models import masked_batch, small_config
@@ -249,7 +250,7 @@ def test_a_damaged_value_is_not_handed_on(original, tmp_path, capsys):
 def test_a_full_disk_is_told_before_anything_is_written(original, tmp_path, capsys, monkeypatch):
     """known_failures A65."""
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr("lightning_boost.checkpoint_tools.export.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("lightning_boost.checkpoint_tools.output.shutil.disk_usage", lambda path: usage)
     code, _, error = _export(capsys, original, tmp_path / "out")
     assert code == 2
     assert "bytes, and 1,000 are free at" in error

@@ -25,7 +25,7 @@ SEVEN_B_SHAPED = LlamaConfig(
 )
 
 
-def _status(field):
+def status(field):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
@@ -34,10 +34,10 @@ def _peak():
     model = meta_model(SEVEN_B_SHAPED)
     mesh = build_mesh(ParallelSizes(tensor_parallel_size=dist.get_world_size()), "cpu")
     Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
+    before = status("VmRSS")
     parallelize(find_decoder(model), mesh, device=CPU, seed=0)
     share = sum(parameter.to_local().numel() * 4 for parameter in model.parameters())
-    return (_status("VmHWM") - before) / share
+    return (status("VmHWM") - before) / share
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from /proc")

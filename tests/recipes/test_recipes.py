@@ -24,6 +24,8 @@ from lightning_boost.cost import count_parameters
 from lightning_boost.layout import find_decoder
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.tensor_parallel.check import legal_sizes
+from tests.checkpoints import write_model
+from tests.models import small_config
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -303,6 +305,25 @@ def test_pretraining_trains_and_validates_on_local_text(tmp_path, layout):
     (loss,) = [float(row["val_loss"]) for row in rows if row["val_loss"]]
     # as good as nothing learnt: an even guess
     assert loss == pytest.approx(math.log(vocab_size), abs=0.3)
+
+
+@pytest.mark.parametrize("layout", [None, "four_cpu_processes_pipeline"])
+def test_fine_tuning_starts_from_a_checkpoint(tmp_path, layout):
+    write_model(tmp_path / "model", small_config(vocab_size=257))
+    _fit(
+        tmp_path,
+        f"--config={RECIPES / 'finetune' / 'from_checkpoint.yaml'}",
+        *([f"--config={RECIPES / 'parallel' / layout}.yaml"] if layout else []),
+        "--model.checkpoint=model",
+        "--model.config.hidden_dropout=0.1",
+        "--trainer.accelerator=cpu",
+        "--trainer.precision=32-true",
+        "--trainer.max_steps=2",
+        "--trainer.val_check_interval=2",
+        "--trainer.limit_val_batches=1",
+        "--data.sequence_length=16",
+    )
+    assert (tmp_path / "runs/finetune/checkpoints/last.ckpt/meta.pt").exists()
 
 
 def test_recipes_hold_nothing_that_the_command_line_does_not_know(tmp_path):

@@ -1,0 +1,1 @@
+"""Models in files, in this package's own format and in those of others; nothing else here knows foreign names."""
