@@ -60,13 +60,11 @@ class _Product:
         return (self.factor_b.whole().double() @ self.factor_a.whole().double()).to(self.dtype)
 
 
-def convert_checkpoint(
-    path: Path,
+def convert_model(
+    source: SourceModel,
     out: Path,
     *,
     to: str,
-    format_name: str | None = None,
-    on_pickle: OnPickle | None = None,
     max_shard_bytes: int,
     overwrite: bool = False,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
@@ -74,22 +72,18 @@ def convert_checkpoint(
     """Write a model's files in another format, and try both on the same tokens before the new ones get their name.
 
     Args:
-        path: A model's directory or file, or a run's checkpoint.
+        source: The model.
         out: The directory to make.
         to: Name of its format.
-        format_name: That of what is at ``path``; ``None``: told by its keys.
-        on_pickle: That pickles may run code, and told of each; ``None`` refuses those that would.
         max_shard_bytes: Above which there are several files of weights, and an index of them.
         overwrite: Whether to replace an earlier result at ``out``.
         on_bytes: Told how many bytes were written, of how many.
 
     Raises:
-        FileNotFoundError: If there is nothing at ``path``.
-        ValueError: If it cannot be read, ``out`` may not be replaced, or the format cannot hold the model.
+        ValueError: If the model cannot be read, ``out`` may not be replaced, or the format cannot hold the model.
     """
     target = format_called(to)
     check_out(out, overwrite=overwrite)
-    source = _open(path, format_name, on_pickle)
     stated = target.write_config(source.config)
     config = _multiplied(source.config) if target is HF_DENSE else source.config
     values = {name: _value(name, source.values) for name, _ in parameters_of(config)}
@@ -106,7 +100,8 @@ def convert_checkpoint(
     return Conversion(source.format.name, to, num_parameters, before, after, difference, files, left_out)
 
 
-def _open(path: Path, format_name: str | None, on_pickle: OnPickle | None) -> SourceModel:
+def open_any(path: Path, *, format_name: str | None = None, on_pickle: OnPickle | None = None) -> SourceModel:
+    """Look at a model in files, or at the one in a run's checkpoint; arguments and errors as ``open_model``."""
     if not (path / ".metadata").is_file():
         return open_model(path, format_name=format_name, on_pickle=on_pickle)
     stored = StoredCheckpoint(path, check_sums=True)

@@ -54,23 +54,25 @@ def probe(config: LlamaConfig, values: Values) -> Probe:
         values: Of its parameters, by name; each is read once, a tied one twice.
     """
     tokens = torch.randint(config.vocab_size, (_ROWS, _TOKENS), generator=torch.Generator().manual_seed(0))
-    hidden = embedding(tokens, _read(values, EMBEDDING))
+    hidden = embedding(tokens, read_wide(values, EMBEDDING))
     rotary = rotary_tables(torch.arange(_TOKENS), _TOKENS, config, like=hidden)
     for index in range(config.num_hidden_layers):
         with torch.device("meta"):
             layer = DecoderLayer(config, index).eval()
-        hidden = _filled(layer, f"model.layers.{index}.", values)(hidden, rotary)
+        hidden = filled(layer, f"model.layers.{index}.", values)(hidden, rotary)
     with torch.device("meta"):
         norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-    hidden = _filled(norm, "model.norm.", values)(hidden)
-    head = _read(values, EMBEDDING if config.tie_word_embeddings else HEAD)
+    hidden = filled(norm, "model.norm.", values)(hidden)
+    head = read_wide(values, EMBEDDING if config.tie_word_embeddings else HEAD)
     return Probe(linear(hidden, head), NextTokenLoss()(hidden, head, tokens).item())
 
 
-def _read(values: Values, name: str) -> Tensor:
+def read_wide(values: Values, name: str) -> Tensor:
+    """Read a parameter, in fp32 at least."""
     return values[name].whole().to(torch.promote_types(values[name].dtype, torch.float32))
 
 
-def _filled(module: _Module, prefix: str, values: Values) -> _Module:
-    replace_parameters(module, lambda name, _: nn.Parameter(_read(values, prefix + name), requires_grad=False))
+def filled(module: _Module, prefix: str, values: Values) -> _Module:
+    """Give a module on the meta device its parameters, in fp32 at least; their names begin with ``prefix``."""
+    replace_parameters(module, lambda name, _: nn.Parameter(read_wide(values, prefix + name), requires_grad=False))
     return module

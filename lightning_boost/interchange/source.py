@@ -1,6 +1,6 @@
 """A model in files, of any format, under the names of this package's own: looked at whole, read in slices."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -63,13 +63,38 @@ class SourceValue:
 
 
 @dataclass(frozen=True)
+class MemoryValue:
+    """A parameter's value that is in memory."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the model has it."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the value."""
+        return self.tensor.dtype
+
+    def whole(self) -> Tensor:
+        """Return it."""
+        return self.tensor
+
+    def share(self, dim: int, start: int, stop: int, scratch: Tensor | None = None) -> Tensor:
+        """Return a part of it."""
+        return self.tensor.narrow(dim, start, stop - start)
+
+
+@dataclass(frozen=True)
 class SourceModel:
     """A model in files."""
 
     path: Path
     format: Format
     config: LlamaConfig
-    values: dict[str, SourceValue]
+    values: Mapping[str, SourceValue | MemoryValue]
     """Of the model's parameters, by their names; of weights in two places the first."""
 
     stated: Stated

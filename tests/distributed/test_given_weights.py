@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_boost import BoostParallelStrategy, LowRankLanguageModel
-from lightning_boost.checkpoint_tools.conversion import convert_checkpoint
+from lightning_boost.checkpoint_tools.conversion import convert_model, open_any
 from lightning_boost.checkpoint_tools.export import export_checkpoint
 from lightning_boost.checkpoint_tools.stored import StoredCheckpoint
 from lightning_boost.interchange import files
@@ -102,7 +102,7 @@ def _errors(path, sizes):
 def test_odd_sizes_few_heads_and_biases_are_exact(tmp_path, to, layout):
     """known_failures A32, V14."""
     own, sizes = write_model(tmp_path / "own", small_config(**ODD[to])), LAYOUTS[layout]
-    convert_checkpoint(own, tmp_path / to, to=to, max_shard_bytes=2**30)
+    convert_model(open_any(own), tmp_path / to, to=to, max_shard_bytes=2**30)
     for logits, loss, gradient in run_processes(_errors, ParallelSizes(**sizes).world_size, tmp_path / to, sizes):
         assert logits < 1e-5
         assert loss < 1e-6
@@ -186,7 +186,7 @@ def test_training_starts_from_a_checkpoint_on_any_layout(tmp_path):
 
 def _check_way_back(saved, out):
     """A fine-tuned model becomes one of the project that it came from."""
-    converted = convert_checkpoint(saved, out, to="svd_llm", max_shard_bytes=2**30)
+    converted = convert_model(open_any(saved), out, to="svd_llm", max_shard_bytes=2**30)
     assert converted.source_format == "boost"
     assert converted.max_logit_difference == 0.0
     stored = StoredCheckpoint(saved)
@@ -210,13 +210,13 @@ def _save_users(path):
 def test_a_run_that_noted_no_configuration_is_told(tmp_path):
     run_processes(_save_users, 1, tmp_path / "a.ckpt")
     with pytest.raises(ValueError, match=r"the run has not noted its model's configuration.*checkpoint export"):
-        convert_checkpoint(tmp_path / "a.ckpt", tmp_path / "out", to="svd_llm", max_shard_bytes=2**30)
+        convert_model(open_any(tmp_path / "a.ckpt"), tmp_path / "out", to="svd_llm", max_shard_bytes=2**30)
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
 
 
 def test_an_export_of_a_run_is_a_model_too(tmp_path):
     run_processes(_losses, 1, "svd_llm_uneven", DATA / "svd_llm_uneven", tmp_path / "a.ckpt", {})
     assert "config.json" in export_checkpoint(tmp_path / "a.ckpt", tmp_path / "out", max_shard_bytes=2**30).files
-    convert_checkpoint(tmp_path / "a.ckpt", tmp_path / "converted", to="boost", max_shard_bytes=2**30)
+    convert_model(open_any(tmp_path / "a.ckpt"), tmp_path / "converted", to="boost", max_shard_bytes=2**30)
     assert open_model(tmp_path / "out").format.name == "boost"
     assert same_tensors(tmp_path / "out", tmp_path / "converted")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_boost.checkpoint_tools import conversion
-from lightning_boost.checkpoint_tools.conversion import convert_checkpoint
+from lightning_boost.checkpoint_tools.conversion import convert_model, open_any
 from lightning_boost.checkpoint_tools.output import write_weights
 from lightning_boost.cli import main
 from lightning_boost.config import RopeScaling, structure
@@ -22,7 +22,8 @@ LAST_CHECKPOINT = "runs/finetune/checkpoints/last.ckpt"
 
 
 def _convert(path, out, to, **options):
-    return convert_checkpoint(path, out, to=to, **{"max_shard_bytes": GIB, **options})
+    of_source = {name: options.pop(name) for name in ("format_name", "on_pickle") if name in options}
+    return convert_model(open_any(path, **of_source), out, to=to, **{"max_shard_bytes": GIB, **options})
 
 
 # ---- there and back
