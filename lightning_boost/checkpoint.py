@@ -6,7 +6,7 @@ description of a checkpoint.
 
 import io
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -182,9 +182,11 @@ def load_checkpoint(
     """
     path = existing_checkpoint(path)
     state = {"state_dict": model_state(model)}
+    # one without parameters is that of a pipeline's stage on which nothing is trained
+    own = {index: optimizer for index, optimizer in enumerate(optimizers) if any(_parameters_of(optimizer))}
     state |= {
         f"optimizer_{index}": get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
-        for index, optimizer in enumerate(optimizers)
+        for index, optimizer in own.items()
     }
     trainer_state = read_trainer_state(path / TRAINER_STATE_FILE)
     try:
@@ -196,10 +198,14 @@ def load_checkpoint(
         cause = next(iter(error.failures.values()))[0]
         raise ValueError(f"checkpoint {path} cannot be read: {type(cause).__name__}: {cause}") from None
     set_model_state_dict(model, state["state_dict"], options=StateDictOptions(strict=strict))
-    for index, optimizer in enumerate(optimizers):
+    for index, optimizer in own.items():
         set_optimizer_state_dict(model, optimizer, state[f"optimizer_{index}"], options=_OPTIONS)
         _drop_invented_state(model, optimizer, f"optimizer_{index}.state.", metadata)
     return trainer_state
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[list[Any]]:
+    return (group["params"] for group in optimizer.param_groups)
 
 
 def _drop_invented_state(model: nn.Module, optimizer: Optimizer, prefix: str, metadata: Metadata) -> None:

@@ -1,7 +1,6 @@
 """A low-rank language model as a LightningModule."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from lightning_boost.interchange.source import open_model
 from lightning_boost.model.initialization import initialize
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.model.loss import count_valid, next_tokens
+from lightning_boost.optimization import check_patterns, choose_trained, parameter_groups, warmup_then_cosine
 from lightning_boost.options import differences, plain
 
 Batch = dict[str, Tensor]
@@ -82,6 +82,10 @@ class LowRankLanguageModel(LightningModule):
         betas: AdamW's.
         weight_decay: AdamW's, on matrices.
         decay_all_parameters: Whether norms and biases decay too, as in CoLA's published runs.
+        trained_parameters: Patterns of the names of the network's parameters, with ``*`` for anything; what matches
+            none is frozen, and has neither gradients nor optimizer state.
+        frozen_parameters: Patterns of names that are frozen all the same.
+        learning_rate_factors: By pattern of names, what the rate is multiplied by; the first that matches counts.
 
     Raises:
         ValueError: If a rate or a number of steps is negative, or the checkpoint cannot be read or is another model's.
@@ -98,6 +102,9 @@ class LowRankLanguageModel(LightningModule):
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.01,
         decay_all_parameters: bool = False,
+        trained_parameters: Sequence[str] = ("*",),
+        frozen_parameters: Sequence[str] = (),
+        learning_rate_factors: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
         for name, value in (("learning_rate", learning_rate), ("warmup_steps", warmup_steps)):
@@ -118,6 +125,9 @@ class LowRankLanguageModel(LightningModule):
                 "betas": plain(betas),
                 "weight_decay": weight_decay,
                 "decay_all_parameters": decay_all_parameters,
+                "trained_parameters": list(trained_parameters),
+                "frozen_parameters": list(frozen_parameters),
+                "learning_rate_factors": dict(learning_rate_factors or {}),
             }
         )
         self.config = config
@@ -127,9 +137,14 @@ class LowRankLanguageModel(LightningModule):
         self.betas = betas
         self.weight_decay = weight_decay
         self.decay_all_parameters = decay_all_parameters
+        self.learning_rate_factors = dict(learning_rate_factors or {})
         # no values yet: a strategy may want to make only its share of them
         with torch.device("meta"):
             self.model = LlamaForCausalLM(config, values=None if source is None else source.values)
+        choose_trained(self.model, trained_parameters, frozen_parameters)
+        check_patterns(
+            "learning_rate_factors", self.learning_rate_factors, [name for name, _ in self.model.named_parameters()]
+        )
         self.metrics = nn.ModuleDict()
         self._set_names = [""]
 
@@ -232,22 +247,18 @@ class LowRankLanguageModel(LightningModule):
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return AdamW and its schedule."""
-        optimizer = AdamW(self._parameter_groups(), lr=self.learning_rate, betas=self.betas, foreach=True)
+        groups = parameter_groups(
+            self.model,
+            learning_rate=self.learning_rate,
+            weight_decay=self.weight_decay,
+            decay_all=self.decay_all_parameters,
+            factors=self.learning_rate_factors,
+        )
+        optimizer = AdamW(groups, lr=self.learning_rate, betas=self.betas, foreach=True)
         total_steps = self.max_steps or self.trainer.estimated_stepping_batches
-        schedule = LambdaLR(optimizer, lambda step: _warmup_then_cosine(step, self.warmup_steps, total_steps))
+        schedule = LambdaLR(optimizer, lambda step: warmup_then_cosine(step, self.warmup_steps, total_steps))
         lr_scheduler = LRSchedulerConfigType(scheduler=schedule, interval="step")
         return OptimizerLRSchedulerConfig(optimizer=optimizer, lr_scheduler=lr_scheduler)
-
-    def _parameter_groups(self) -> list[dict[str, object]]:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-
-        def decays(parameter: Tensor) -> bool:
-            return self.decay_all_parameters or parameter.dim() > 1
-
-        decayed = [parameter for parameter in trained if decays(parameter)]
-        others = [parameter for parameter in trained if not decays(parameter)]
-        groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return [group for group in groups if group["params"]]
 
 
 def _agreed(given: LlamaConfig, stored: LlamaConfig, path: Path) -> LlamaConfig:
@@ -267,11 +278,3 @@ def _agreed(given: LlamaConfig, stored: LlamaConfig, path: Path) -> LlamaConfig:
         )
     options = {name: getattr(given, name) for name in TRAINING_OPTIONS}
     return replace(stored, **{name: value for name, value in options.items() if value != getattr(default, name)})
-
-
-def _warmup_then_cosine(step: int, warmup_steps: int, total_steps: float, *, floor: float = 0.1) -> float:
-    """Return the share of the peak rate at ``step``: linear up to the peak, then half a cosine down to ``floor``."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1.0, total_steps - warmup_steps))
-    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
+from lightning_boost import BoostParallelStrategy, LowRankLanguageModel
 from lightning_boost.collectives import count_collectives
 from lightning_boost.gradients import clip_gradients_by_norm
 from lightning_boost.layout import find_decoder
@@ -11,6 +13,7 @@ from lightning_boost.mesh import DATA_AXIS, ParallelSizes, build_mesh
 from lightning_boost.parallelize import parallelize
 from tests.models import CPU, SEED, masked_batch, meta_model, one_process_model, relative_error, small_config, whole
 from tests.processes import run_processes
+from tests.users_module import trainer_for
 
 CONFIG = small_config(num_hidden_layers=4, num_key_value_heads=2, attention_bias=True)
 TRAINED = {
@@ -95,3 +98,30 @@ def test_what_is_trained_is_trained_as_on_one_process(trained, layout):
 def test_nothing_is_sent_for_what_lies_below(trained, backward):
     for _, found in run_processes(_errors, 2, trained, "tensor 2"):
         assert found == backward
+
+
+def _fit(pipeline, path, epochs, resume):
+    torch.manual_seed(5)
+    module = LowRankLanguageModel(
+        CONFIG,
+        warmup_steps=1,
+        max_steps=8,
+        frozen_parameters=["model.embed_tokens.*", "model.layers.0.*", "model.layers.1.*"],
+        learning_rate_factors={"*.factor_b.*": 0.5},
+    )
+    batch = masked_batch(CONFIG.vocab_size, rows=8)
+    rows = [{name: tensor[row] for name, tensor in batch.items()} for row in range(8)]
+    strategy = BoostParallelStrategy(1, pipeline_parallel_size=pipeline)
+    trainer = trainer_for(strategy=strategy, max_epochs=epochs)
+    trainer.fit(module, DataLoader(rows, batch_size=4), ckpt_path=path if resume else None)
+    if not resume:
+        trainer.save_checkpoint(path)
+    return {name: whole(parameter).detach().numpy() for name, parameter in module.model.named_parameters()}
+
+
+def test_a_stage_that_is_frozen_trains_saves_and_goes_on(tmp_path):
+    whole_run = run_processes(_fit, 1, 1, tmp_path / "whole.ckpt", 2, False)[0]
+    run_processes(_fit, 2, 2, tmp_path / "half.ckpt", 1, False)
+    for weights in run_processes(_fit, 2, 2, tmp_path / "half.ckpt", 2, True):
+        for name, weight in weights.items():
+            assert abs(weight - whole_run[name]).max() < 1e-5, name

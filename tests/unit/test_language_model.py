@@ -3,7 +3,8 @@ import pytest
 import torch
 
 from lightning_boost.data_module import TextDataModule
-from lightning_boost.language_model import LowRankLanguageModel, Perplexity, _warmup_then_cosine
+from lightning_boost.language_model import LowRankLanguageModel, Perplexity
+from lightning_boost.optimization import warmup_then_cosine
 from tests.models import small_config
 
 
@@ -15,7 +16,7 @@ def test_perplexity_weighs_batches_by_their_tokens():
 
 
 def test_rate_rises_linearly_and_falls_to_a_tenth():
-    shares = [_warmup_then_cosine(step, 10, 110) for step in range(120)]
+    shares = [warmup_then_cosine(step, 10, 110) for step in range(120)]
     assert shares[0] == pytest.approx(0.1)
     assert shares[9] == shares[10] == 1.0
     assert shares[60] == pytest.approx(0.55)
@@ -40,6 +41,56 @@ def test_frozen_parameters_are_not_given_to_the_optimizer():
     module.model.model.embed_tokens.requires_grad_(False)
     held = sum(len(group["params"]) for group in module.configure_optimizers()["optimizer"].param_groups)
     assert held == len(list(module.parameters())) - 1
+
+
+def _trained(module):
+    return {name for name, parameter in module.model.named_parameters() if parameter.requires_grad}
+
+
+def test_what_is_trained_is_chosen_by_names():
+    everything = _trained(LowRankLanguageModel(small_config()))
+    factors = _trained(LowRankLanguageModel(small_config(), trained_parameters=["*.factor_b.*"]))
+    assert factors == {name for name in everything if ".factor_b." in name}
+    frozen = ["model.embed_tokens.*", "model.layers.0.*"]
+    rest = _trained(LowRankLanguageModel(small_config(), frozen_parameters=frozen))
+    assert rest == {name for name in everything if "embed_tokens" not in name and "layers.0." not in name}
+
+
+def test_rates_are_multiplied_by_names():
+    factors = {"model.norm.*": 0.0, "*.factor_b.*": 2.0, "model.layers.*": 0.5}
+    module = LowRankLanguageModel(
+        small_config(), max_steps=10, learning_rate=0.1, weight_decay=0.3, learning_rate_factors=factors
+    )
+    optimizer = module.configure_optimizers()["optimizer"]
+    rates = {
+        id(p): (group["initial_lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]
+    }
+    expected = {
+        "model.norm.weight": (0.0, 0.0),
+        "model.layers.1.self_attn.q_proj.factor_b.weight": (0.2, 0.3),
+        "model.layers.1.self_attn.q_proj.factor_a.weight": (0.05, 0.3),
+        "model.layers.0.input_layernorm.weight": (0.05, 0.0),
+        "lm_head.weight": (0.1, 0.3),
+    }
+    for name, rate in expected.items():
+        assert rates[id(module.model.get_parameter(name))] == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"frozen_parameters": ["model.embedding.*"]},
+            r"frozen_parameters \('model.embedding.\*'\) must match .* model.embed_tokens.weight",
+        ),
+        ({"trained_parameters": ["*.factor_c.*"]}, r"trained_parameters \('\*.factor_c.\*'\) must match"),
+        ({"learning_rate_factors": {"head": 2.0}}, r"learning_rate_factors \('head'\) must match .* lm_head"),
+        ({"frozen_parameters": ["*"]}, "leave nothing to train"),
+    ],
+)
+def test_patterns_that_match_nothing_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        LowRankLanguageModel(small_config(), **options)
 
 
 def test_it_trains_without_this_package_s_strategy_too():
