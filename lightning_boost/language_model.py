@@ -20,7 +20,7 @@ from lightning_boost.interchange.source import open_model
 from lightning_boost.model.initialization import initialize
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.model.loss import count_valid, next_tokens
-from lightning_boost.optimization import check_patterns, choose_trained, parameter_groups, warmup_then_cosine
+from lightning_boost.optimization import GroupPlan, check_patterns, choose_trained, warmup_then_cosine
 from lightning_boost.options import differences, plain
 
 Batch = dict[str, Tensor]
@@ -136,15 +136,13 @@ class LowRankLanguageModel(LightningModule):
         self.max_steps = max_steps
         self.betas = betas
         self.weight_decay = weight_decay
-        self.decay_all_parameters = decay_all_parameters
-        self.learning_rate_factors = dict(learning_rate_factors or {})
         # no values yet: a strategy may want to make only its share of them
         with torch.device("meta"):
             self.model = LlamaForCausalLM(config, values=None if source is None else source.values)
         choose_trained(self.model, trained_parameters, frozen_parameters)
-        check_patterns(
-            "learning_rate_factors", self.learning_rate_factors, [name for name, _ in self.model.named_parameters()]
-        )
+        factors = dict(learning_rate_factors or {})
+        check_patterns("learning_rate_factors", factors, [name for name, _ in self.model.named_parameters()])
+        self._group_plan = GroupPlan(self.model, decay_all=decay_all_parameters, factors=factors)
         self.metrics = nn.ModuleDict()
         self._set_names = [""]
 
@@ -247,13 +245,7 @@ class LowRankLanguageModel(LightningModule):
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return AdamW and its schedule."""
-        groups = parameter_groups(
-            self.model,
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            decay_all=self.decay_all_parameters,
-            factors=self.learning_rate_factors,
-        )
+        groups = self._group_plan.groups(self.model, learning_rate=self.learning_rate, weight_decay=self.weight_decay)
         optimizer = AdamW(groups, lr=self.learning_rate, betas=self.betas, foreach=True)
         total_steps = self.max_steps or self.trainer.estimated_stepping_batches
         schedule = LambdaLR(optimizer, lambda step: warmup_then_cosine(step, self.warmup_steps, total_steps))

@@ -53,33 +53,41 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def parameter_groups(
-    model: nn.Module,
-    *,
-    learning_rate: float,
-    weight_decay: float,
-    decay_all: bool = False,
-    factors: Mapping[str, float] | None = None,
-) -> list[Group]:
-    """Return the groups of an optimizer: what decays apart from what does not, and each rate apart.
+class GroupPlan:
+    """The groups of an optimizer, by names: what decays apart from what does not, and each rate apart.
+
+    They are planned on the whole model. A stage of a pipeline holds some of the parameters and has all groups, empty
+    ones too: schedulers keep a rate for each, and one process's are saved.
 
     Args:
-        model: Or a part of it, on a pipeline.
-        learning_rate: Of parameters that no pattern of ``factors`` matches.
-        weight_decay: Of matrices; norms and biases have none.
-        decay_all: Whether norms and biases decay too.
+        model: The whole model.
+        decay_all: Whether norms and biases decay too, or matrices alone.
         factors: By pattern of names, what the rate is multiplied by; the first that matches counts.
     """
-    groups: dict[tuple[float, float], Group] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        factor = next((factor for pattern, factor in (factors or {}).items() if fnmatchcase(name, pattern)), 1.0)
-        decay = weight_decay if decay_all or parameter.dim() > 1 else 0.0
-        group = groups.setdefault((factor, decay), {"params": [], "lr": factor * learning_rate, "weight_decay": decay})
-        group["params"].append(parameter)
-    # a stage of a pipeline may hold nothing that is trained, and has its optimizer too
-    return list(groups.values()) or [{"params": []}]
+
+    def __init__(self, model: nn.Module, *, decay_all: bool = False, factors: Mapping[str, float]) -> None:
+        self._names: dict[tuple[float, bool], list[str]] = {}
+        for name, parameter in model.named_parameters():
+            factor = next((factor for pattern, factor in factors.items() if fnmatchcase(name, pattern)), 1.0)
+            self._names.setdefault((factor, decay_all or parameter.dim() > 1), []).append(name)
+
+    def groups(self, model: nn.Module, *, learning_rate: float, weight_decay: float) -> list[Group]:
+        """Return the groups for an optimizer on what is trained of the parameters of the moment.
+
+        Args:
+            model: The model, or what a stage holds of it.
+            learning_rate: Of parameters that no pattern matches.
+            weight_decay: Of those that decay.
+        """
+        present = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        return [
+            {
+                "params": [present[name] for name in names if name in present],
+                "lr": factor * learning_rate,
+                "weight_decay": weight_decay if decays else 0.0,
+            }
+            for (factor, decays), names in self._names.items()
+        ]
 
 
 def warmup_then_cosine(step: int, warmup_steps: int, total_steps: float, *, floor: float = 0.1) -> float:
