@@ -18,6 +18,7 @@ from lightning_boost.callbacks.token_throughput import TokenThroughput
 from lightning_boost.commands.benchmark import benchmark
 from lightning_boost.commands.checkpoint import export, inspect_checkpoint, verify
 from lightning_boost.commands.convert import convert
+from lightning_boost.commands.generate import generate_text
 from lightning_boost.commands.parity import parity
 from lightning_boost.data_module import TextDataModule
 from lightning_boost.language_model import LowRankLanguageModel
@@ -28,6 +29,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "parity": parity,
     "benchmark": benchmark,
     "convert": convert,
+    "generate": generate_text,
     "checkpoint inspect": inspect_checkpoint,
     "checkpoint verify": verify,
     "checkpoint export": export,
