@@ -8,6 +8,7 @@ import io
 import pickle
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's state, flat, under the names of the parameters; before its first step only its groups'."""
     if optimizer.state:
-        return get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        with _without_empty_groups(optimizer):
+            return get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     # torch would take a step to make a state, and so change the training that is saved
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
@@ -183,11 +185,14 @@ def load_checkpoint(
     path = existing_checkpoint(path)
     state = {"state_dict": model_state(model)}
     # one without parameters is that of a pipeline's stage on which nothing is trained
-    own = {index: optimizer for index, optimizer in enumerate(optimizers) if any(_parameters_of(optimizer))}
-    state |= {
-        f"optimizer_{index}": get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
-        for index, optimizer in own.items()
+    own = {
+        index: optimizer
+        for index, optimizer in enumerate(optimizers)
+        if any(group["params"] for group in optimizer.param_groups)
     }
+    for index, optimizer in own.items():
+        with _without_empty_groups(optimizer):
+            state[f"optimizer_{index}"] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     trainer_state = read_trainer_state(path / TRAINER_STATE_FILE)
     try:
         reader = PlainReader(path)
@@ -199,13 +204,22 @@ def load_checkpoint(
         raise ValueError(f"checkpoint {path} cannot be read: {type(cause).__name__}: {cause}") from None
     set_model_state_dict(model, state["state_dict"], options=StateDictOptions(strict=strict))
     for index, optimizer in own.items():
-        set_optimizer_state_dict(model, optimizer, state[f"optimizer_{index}"], options=_OPTIONS)
+        with _without_empty_groups(optimizer):
+            set_optimizer_state_dict(model, optimizer, state[f"optimizer_{index}"], options=_OPTIONS)
         _drop_invented_state(model, optimizer, f"optimizer_{index}.state.", metadata)
     return trainer_state
 
 
-def _parameters_of(optimizer: Optimizer) -> Iterator[list[Any]]:
-    return (group["params"] for group in optimizer.param_groups)
+@contextmanager
+def _without_empty_groups(optimizer: Optimizer) -> Iterator[None]:
+    """Take groups that hold nothing here out of an optimizer for a while: torch reads each one's first parameter."""
+    empty = {index: group for index, group in enumerate(optimizer.param_groups) if not group["params"]}
+    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+    try:
+        yield
+    finally:
+        for index, group in empty.items():
+            optimizer.param_groups.insert(index, group)
 
 
 def _drop_invented_state(model: nn.Module, optimizer: Optimizer, prefix: str, metadata: Metadata) -> None:

@@ -125,3 +125,25 @@ def test_a_stage_that_is_frozen_trains_saves_and_goes_on(tmp_path):
     for weights in run_processes(_fit, 2, 2, tmp_path / "half.ckpt", 2, True):
         for name, weight in weights.items():
             assert abs(weight - whole_run[name]).max() < 1e-5, name
+
+
+def _go_on(path, frozen, resume):
+    torch.manual_seed(5)
+    module = LowRankLanguageModel(CONFIG, warmup_steps=1, max_steps=8, frozen_parameters=frozen)
+    batch = masked_batch(CONFIG.vocab_size, rows=8)
+    rows = [{name: tensor[row] for name, tensor in batch.items()} for row in range(8)]
+    trainer = trainer_for(strategy=BoostParallelStrategy(2), max_steps=4 if resume else 2, max_epochs=-1)
+    trainer.fit(module, DataLoader(rows, batch_size=4), ckpt_path=path if resume else None)
+    if not resume:
+        trainer.save_checkpoint(path)
+    steps = {int(state["step"]) for state in trainer.optimizers[0].state.values()}
+    return steps, len(trainer.optimizers[0].state), sum(parameter.requires_grad for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("frozen", [[], ["model.layers.0.*"], ["model.*"]])
+def test_a_run_goes_on_with_other_parts_frozen(tmp_path, frozen):
+    """What was frozen until now begins with a fresh state; with the head alone a group of the optimizer is empty."""
+    run_processes(_go_on, 2, tmp_path / "a.ckpt", ["model.embed_tokens.*", "model.layers.0.*"], False)
+    for steps, num_states, num_trained in run_processes(_go_on, 2, tmp_path / "a.ckpt", frozen, True):
+        assert num_states == num_trained
+        assert steps == ({4} if frozen == ["model.*"] else {2, 4})

@@ -92,7 +92,7 @@ def _errors(path, sizes):
         difference = (model(batch["input_ids"]) - reference(batch["input_ids"])).abs().max().item()
     return (
         difference,
-        (loss - expected_loss).abs().item(),
+        ((loss - expected_loss) / expected_loss).abs().item(),
         max(gradient_errors(model, reference, is_stage=True).values()),
     )
 

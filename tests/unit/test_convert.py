@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 
 import pytest
@@ -235,9 +236,11 @@ def test_the_page_s_commands_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(DATA / "svd_llm_uneven", "svd_llm_model")
     shutil.copytree(DATA / "cola_latent_only", "cola_model")
-    lines = re.findall(r"^    python -m lightning_boost convert (.*)$", PAGE.read_text(), re.MULTILINE)
-    commands = [line.split() for line in lines if line.split()[0] not in ("llama_7b_svd_llm.pt", LAST_CHECKPOINT)]
-    assert len(commands) == len(lines) - 2 == 4
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    page = PAGE.read_text().replace("\\\n", " ")
+    lines = re.findall(r"^    python -m lightning_boost convert (.*)$", page, re.MULTILINE)
+    commands = [shlex.split(line) for line in lines if line.split()[0] not in ("llama_7b_svd_llm.pt", LAST_CHECKPOINT)]
+    assert len(commands) == len(lines) - 2 == 6
     printed = ""
     for command in commands:
         code, output, _ = _run(capsys, *command)
