@@ -188,6 +188,8 @@ class _Scaled(Cola):
         (lambda pair: _Subclass(64, 64, 5), r"q_proj is a _Subclass and must compute B σ\(A x\) \+ bias"),
         (_Scaled, r"q_proj is a _Scaled and must compute B σ\(A x\) \+ bias"),
         (lambda pair: nn.Sequential(pair.factor_a, nn.Softmax(-1), pair.factor_b), "Sequential and must compute B σ"),
+        (lambda pair: nn.Sequential(pair.factor_a, nn.ReLU6(), pair.factor_b), "Sequential and must compute B σ"),
+        (lambda pair: nn.Sequential(pair.factor_a, nn.Dropout(0.1), pair.factor_b).eval(), "Sequential and must comp"),
         (lambda pair: nn.Sequential(nn.Linear(64, 5), nn.Linear(5, 64)), "Sequential and must be a torch.nn.Linear"),
         (lambda pair: nn.Bilinear(64, 3, 64), "Bilinear and must be a torch.nn.Linear, not a subclass, or hold two"),
     ],
@@ -197,8 +199,10 @@ def test_what_is_no_pair_of_factors_is_refused(form, message):
     attention = model.model.layers[1].self_attn
     attention.q_proj = form(attention.q_proj)
     decoder = find_decoder(model)
+    is_training = attention.q_proj.training
     with pytest.raises(ValueError, match=message):
         scheme_for(decoder).check(decoder)
+    assert {module.training for module in attention.q_proj.modules()} == {is_training}
 
 
 def test_numbers_of_heads_are_those_of_a_process():
