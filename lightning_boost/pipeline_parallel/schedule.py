@@ -23,8 +23,9 @@ from lightning_boost.model.loss import check_loss_arguments, mean_loss_of
 from lightning_boost.pipeline_parallel.commit import Commit, gradients_set_aside
 from lightning_boost.pipeline_parallel.microbatches import Microbatches, bind, cut_batch
 from lightning_boost.pipeline_parallel.options import PipelineOptions
-from lightning_boost.pipeline_parallel.outputs import LossOutput, map_tensors, merge_outputs
+from lightning_boost.pipeline_parallel.outputs import LossOutput, merge_outputs
 from lightning_boost.pipeline_parallel.stage import Stage
+from lightning_boost.pipeline_parallel.trees import map_tensors
 
 _KEPT_SHAPES = 4
 """Shapes of batches whose buffers are kept; those of others are made anew."""
