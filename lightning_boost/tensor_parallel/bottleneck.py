@@ -262,46 +262,6 @@ class BottleneckParallelLinear(FactorPair):
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
-class DownPlace(nn.Module):
-    """In the place of the first of two modules that are one projection: does what both do.
-
-    Args:
-        twin: The projection's, hidden from torch; its part becomes this module, which owns the weight.
-        name: Of that part.
-    """
-
-    def __init__(self, twin: FactorPair, name: str) -> None:
-        super().__init__()
-        self._parameters.update(twin._modules[name]._parameters)  # type: ignore[union-attr]
-        twin._modules[name] = self
-        self.__dict__["twin"] = twin
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the projection."""
-        y: Tensor = self.__dict__["twin"](x)
-        return y
-
-
-class UpPlace(nn.Module):
-    """In the place of the second of two modules that are one projection: hands on what the first gave.
-
-    Args:
-        twin: The projection's.
-        name: Of the part that this module becomes.
-    """
-
-    def __init__(self, twin: FactorPair, name: str) -> None:
-        super().__init__()
-        self._parameters.update(twin._modules[name]._parameters)  # type: ignore[union-attr]
-        twin._modules[name] = self
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x``."""
-        return x
-
-
 class FeatureShardedEmbedding(nn.Module):
     """Look up this process's features of every token: no communication in either pass.
 

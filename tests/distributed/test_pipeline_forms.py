@@ -145,7 +145,9 @@ def attributes_lost():
     places._OF_EVERY_MODULE = type("All", (), {"__contains__": lambda *_: True})()
 
 
-@pytest.mark.parametrize(("plant", "error"), [(form_unknown, "Error"), (attributes_lost, "AttributeError")])
+@pytest.mark.parametrize(
+    ("plant", "error"), [(form_unknown, "a layer returned a tuple"), (attributes_lost, "AttributeError")]
+)
 def test_a_planted_defect_is_seen(plant, error):
     with pytest.raises(RuntimeError, match=error):
         run_processes(_trained_with, 2, plant)

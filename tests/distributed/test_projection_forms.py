@@ -161,6 +161,20 @@ def test_gradients_and_a_step_are_those_of_one_process(form, tensor, data, optio
             assert chunks == dict.fromkeys(("qkv", "o", "gate_up", "down"), 2 * 2)
 
 
+def _with_activation_between():
+    model = users_model("svd_llm")
+    attention = type(model.model.layers[0].self_attn)
+    attention.o_proj = lambda self, x: self.o_u_proj(silu(self.o_v_proj(x)))
+    parallelize(find_decoder(model), build_mesh(ParallelSizes(tensor_parallel_size=2), "cpu"), device=CPU, seed=0)
+    model(**masked_batch(131))
+
+
+def test_something_between_two_modules_is_refused():
+    """The first module's place does what both do: it would come behind."""
+    with pytest.raises(RuntimeError, match="a factor out of a bottleneck must read what its factor into it gives"):
+        run_processes(_with_activation_between, 2)
+
+
 def partial_norm_gradients():
     """Leave the gradient of a head's norm with the heads of one process."""
     heads.own_rows = lambda weight, *_: local(weight)
