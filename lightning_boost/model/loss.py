@@ -82,7 +82,7 @@ def loss_of(output: Any) -> Tensor | None:
     """
     if isinstance(output, Mapping):
         loss = output.get("loss")
-    elif isinstance(output, tuple | list):
+    elif isinstance(output, tuple | list) and not hasattr(output, "loss"):
         loss = output[0] if output else None
     else:
         loss = getattr(output, "loss", output)
@@ -123,6 +123,9 @@ def with_loss(output: Any, loss: Tensor) -> Any:
     if isinstance(output, Tensor):
         return loss
     if isinstance(output, tuple | list):
+        names = getattr(output, "_fields", ())
+        if "loss" in names:
+            return output._replace(loss=loss)  # type: ignore[union-attr]
         make = getattr(type(output), "_make", type(output))  # of a named tuple
         return make([loss, *output[1:]])
     if isinstance(output, MutableMapping) and not hasattr(output, "loss"):

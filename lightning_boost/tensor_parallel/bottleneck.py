@@ -28,7 +28,7 @@ from lightning_boost.model.factor_pair import factor_names, find_activation
 from lightning_boost.tensor_parallel.dense import Rows, SplitReader, num_rows, own_rows
 from lightning_boost.tensor_parallel.gathered_norm import NormGather
 from lightning_boost.tensor_parallel.library import gemm_dtype
-from lightning_boost.tensor_parallel.local_parameter import local
+from lightning_boost.tensor_parallel.local_parameter import local, local_size
 from lightning_boost.tensor_parallel.ops import Expand, NormProjectReduce, ProjectReduce
 
 _GROUP = "_lightning_boost_group"
@@ -188,7 +188,18 @@ class NormalizedProjections(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """Map this process's features ``[…, D/tp]`` to its features of every projection, ``[…, w]``."""
+        """Map this process's features ``[…, D/tp]`` to its features of every projection, ``[…, w]``.
+
+        Raises:
+            ValueError: If ``x`` has another width.
+        """
+        width = local_size(self.weight, 0)
+        if x.shape[-1] != width:
+            raise ValueError(
+                f"the hidden state has {x.shape[-1]} features and must have this process's {width} of"
+                f" {self.hidden_size}: let it come from the model's own embedding (inputs_embeds too), or set"
+                " tensor_parallel_size to 1."
+            )
         rows, pairs, dense = x.flatten(0, -2), self.low_rank_members, self.dense_members
         if not dense:
             y = self._low_rank(rows, pairs)

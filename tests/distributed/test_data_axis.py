@@ -3,6 +3,7 @@
 import contextlib
 import io
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -219,6 +220,11 @@ def test_another_data_axis_for_a_module_that_is_spread_is_refused():
     assert run_processes(_other_axis, 1, "shard", "replicate") == [""]
 
 
+class _LogitsAndLoss(NamedTuple):
+    logits: torch.Tensor
+    loss: torch.Tensor
+
+
 class _OwnLoss(LlamaForCausalLM):
     """Takes its loss from logits, as Hugging Face's models do, and returns it in one of their forms."""
 
@@ -234,6 +240,7 @@ class _OwnLoss(LlamaForCausalLM):
             "mapping": dict,
             "object": SimpleNamespace,
             "tuple": lambda loss, logits: (loss, logits),
+            "named_tuple": _LogitsAndLoss,
             "logits_first": lambda loss, logits: (logits, loss),
         }
         return loss if self.form == "alone" else forms[self.form](loss=loss, logits=logits)
@@ -270,7 +277,7 @@ def _own_loss_errors(form, data_axis, tensor, plant=None, nothing_on_one=False):
     } | gradient_errors(model, reference)
 
 
-@pytest.mark.parametrize("form", ["alone", "mapping", "object", "tuple"])
+@pytest.mark.parametrize("form", ["alone", "mapping", "object", "tuple", "named_tuple"])
 def test_a_loss_of_the_model_s_own_is_weighed_by_tokens(form):
     """In evaluation it is the replica's own."""
     for errors in run_processes(_own_loss_errors, 2, form, "shard" if form == "object" else "replicate", 1):

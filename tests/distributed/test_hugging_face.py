@@ -215,3 +215,15 @@ def _loss_of_another_kind(sizes):
 def test_a_loss_that_is_no_mean_over_tokens_is_refused(axis):
     with pytest.raises(RuntimeError, match="num_items_in_batch must be left out"):
         run_processes(_loss_of_another_kind, 2, {f"{axis}_parallel_size": 2})
+
+
+def _given_whole_embeddings():
+    model = network("llama")
+    embeddings = model.get_input_embeddings()(masked_batch(VOCAB)["input_ids"])
+    parallelize(find_decoder(model), build_mesh(ParallelSizes(tensor_parallel_size=2), "cpu"), device=CPU, seed=0)
+    model(inputs_embeds=embeddings)
+
+
+def test_whole_embeddings_are_refused():
+    with pytest.raises(RuntimeError, match="the hidden state has 64 features and must have this process's 32 of 64"):
+        run_processes(_given_whole_embeddings, 2)
