@@ -16,7 +16,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from typing_extensions import override
 
 from lightning_boost.mesh import DATA_AXIS, REPLICATE_AXIS, SHARD_AXIS
-from lightning_boost.model.loss import count_valid, loss_of, next_tokens, with_loss, with_some_valid
+from lightning_boost.model.loss import (
+    check_loss_arguments,
+    count_valid,
+    mean_loss_of,
+    next_tokens,
+    with_loss,
+    with_some_valid,
+)
 
 DataAxis = Literal["replicate", "shard", "hybrid"]
 """``replicate``: whole parameters on every replica; ``shard``: each holds a share and gathers a layer while it runs;
@@ -147,28 +154,36 @@ class TokenWeights:
         """
         if not torch.is_grad_enabled():
             return loss
-        mine = count_valid(next_tokens(labels)).to(loss.dtype)
+        # bf16 could not count beyond 256
+        mine = count_valid(next_tokens(labels)).to(torch.promote_types(loss.dtype, torch.float32))
         everyones = mine.clone()
         dist.all_reduce(everyones, group=self._mesh.get_group())
         return loss * (mine * self._mesh.size() / everyones.clamp(min=1.0))
 
     def attach(self, model: nn.Module) -> None:
-        """Weigh the loss that a model returns when it is called with ``labels``."""
-        signature = inspect.signature(model.forward)
+        """Weigh the loss that a model returns when it is called with ``labels``, as ``loss_of`` finds it.
+
+        What ``ValueError`` and ``TypeError`` a call may raise: ``check_loss_arguments`` and ``mean_loss_of``.
+        """
+        names = list(inspect.signature(model.forward).parameters)
         given: list[Tensor] = []
 
         def keep_labels(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given.clear()
-            arguments = signature.bind_partial(*args).arguments | kwargs
+            arguments = dict(zip(names, args, strict=False)) | kwargs
             labels = arguments.get("labels")
             if not isinstance(labels, Tensor) or not torch.is_grad_enabled():
                 return args, kwargs
+            check_loss_arguments(arguments)
             given.append(labels)
-            return (), arguments | {"labels": with_some_valid(labels)}
+            valid = with_some_valid(labels)
+            if "labels" in kwargs:
+                return args, kwargs | {"labels": valid}
+            place = names.index("labels")
+            return (*args[:place], valid, *args[place + 1 :]), kwargs
 
         def weigh(_: nn.Module, __: Any, output: Any) -> Any:
-            loss = loss_of(output) if given else None
-            return output if loss is None else with_loss(output, self.weighted(loss, given.pop()))
+            return with_loss(output, self.weighted(mean_loss_of(output), given.pop())) if given else output
 
         model.register_forward_pre_hook(keep_labels, with_kwargs=True)
         model.register_forward_hook(weigh)

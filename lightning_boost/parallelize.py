@@ -1,6 +1,7 @@
 """What happens to a model, in order: tensor → recompute → pipeline → compile → data."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,8 @@ def parallelize(
     if mesh.size() > 1:
         begins, ends = scheme.split_region(decoder) if is_split else ([], [])
         RandomStreams(mesh, device).attach(decoder, begins, ends)
+    if is_split or is_piped:
+        refuse_inner_outputs(root)
     if mesh[DATA_AXIS].size() > 1:
         if not is_piped:
             weigh_by_tokens(decoder, TokenWeights(mesh[DATA_AXIS]), has_own_loss=has_own_loss)
@@ -77,6 +80,21 @@ def parallelize(
     if is_piped:
         pipe = Pipeline(root, stages, mesh, device=device, options=options, width=width, is_shared_out=is_shared_out)
         install_pipeline(root, pipe)
+
+
+def refuse_inner_outputs(model: nn.Module) -> None:
+    """Let a Hugging Face model that is asked for its layers' outputs raise a ``ValueError``: a process has a share."""
+
+    def refuse(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for name in ("output_hidden_states", "output_attentions"):
+            asked = kwargs.get(name)
+            if getattr(getattr(model, "config", None), name, None) if asked is None else asked:
+                raise ValueError(
+                    f"{name} must be False where layers are shared or stand on a pipeline: a process has its own"
+                    " features, heads and layers only. Set tensor_parallel_size and pipeline_parallel_size to 1."
+                )
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
 
 
 def weigh_by_tokens(decoder: Decoder, weights: TokenWeights, *, has_own_loss: bool) -> None:

@@ -113,18 +113,24 @@ def find_activation(module: nn.Module) -> nn.Module | None:
     factor_a = torch.randn(_BOTTLENECK, _IN, generator=generator)
     factor_b = torch.randn(_OUT, _BOTTLENECK, generator=generator)
     bias = torch.randn(_OUT, generator=generator)
-    x = torch.randn(2, _IN, generator=generator)
+    # small and large numbers, lest a bound that only large ones reach is not seen
+    x = torch.randn(4, _IN, generator=generator) * torch.tensor([[0.1], [1.0], [10.0], [1000.0]])
     has_bias = names.bias in dict(module.named_parameters())
     values = {
         names.factor_a: factor_a.t() if names.is_transposed else factor_a,
         names.factor_b: factor_b.t() if names.is_transposed else factor_b,
         **({names.bias: bias} if has_bias else {}),
     }
+    was_training = {inner: inner.training for inner in module.modules()}
+    module.train()  # a model that was loaded in evaluation mode would hide its dropout
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             output = functional_call(module, values, x)
     except Exception:  # whatever a forward that is none of a pair raises
         return None
+    finally:
+        for inner, training in was_training.items():
+            inner.training = training
     candidates = [nn.Identity(), *(activation() for activation in ACTIVATIONS.values()), nn.GELU("tanh")]
     for activation in candidates:
         expected = activation(x @ factor_a.t()) @ factor_b.t() + (bias if has_bias else 0.0)

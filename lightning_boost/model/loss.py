@@ -48,7 +48,16 @@ class NextTokenLoss(nn.Module):
 
 
 def next_tokens(labels: Tensor) -> Tensor:
-    """Shift labels ``[B, T]`` so that each position holds the token it predicts, the last one nothing."""
+    """Shift labels ``[B, T]`` so that each position holds the token it predicts, the last one nothing.
+
+    Raises:
+        ValueError: If there is not one label for each token.
+    """
+    if labels.dim() != 2:
+        raise ValueError(
+            f"labels ({list(labels.shape)}) must be [B, T], one for each token: a loss is weighed by their number. Give"
+            " labels of another kind another name, or take the loss from logits."
+        )
     return pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
@@ -73,11 +82,40 @@ def loss_of(output: Any) -> Tensor | None:
     """
     if isinstance(output, Mapping):
         loss = output.get("loss")
-    elif isinstance(output, tuple | list):
+    elif isinstance(output, tuple | list) and not hasattr(output, "loss"):
         loss = output[0] if output else None
     else:
         loss = getattr(output, "loss", output)
     return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
+
+
+def mean_loss_of(output: Any) -> Tensor:
+    """Return the loss of what a model returned when called with labels, which must be there.
+
+    Raises:
+        TypeError: If ``loss_of`` finds none.
+    """
+    loss = loss_of(output)
+    if loss is None:
+        raise TypeError(
+            f"with labels a model on several replicas or on a pipeline must return its mean loss as one number, alone,"
+            f" as loss or first of a tuple, and returned {type(output).__name__}."
+        )
+    return loss
+
+
+def check_loss_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check that a model called with labels is not told to take another loss than the mean over valid next tokens.
+
+    Raises:
+        ValueError: If one of Hugging Face's arguments for that is given.
+    """
+    for name in ("num_items_in_batch", "shift_labels"):
+        if arguments.get(name) is not None:
+            raise ValueError(
+                f"{name} must be left out where a model runs on several replicas or on a pipeline: its loss is weighed"
+                " by valid tokens, and must be the mean over those of labels[:, 1:] that it is called with."
+            )
 
 
 def with_loss(output: Any, loss: Tensor) -> Any:
@@ -85,6 +123,9 @@ def with_loss(output: Any, loss: Tensor) -> Any:
     if isinstance(output, Tensor):
         return loss
     if isinstance(output, tuple | list):
+        names = getattr(output, "_fields", ())
+        if "loss" in names:
+            return output._replace(loss=loss)  # type: ignore[union-attr]
         make = getattr(type(output), "_make", type(output))  # of a named tuple
         return make([loss, *output[1:]])
     if isinstance(output, MutableMapping) and not hasattr(output, "loss"):

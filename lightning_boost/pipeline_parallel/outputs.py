@@ -1,12 +1,13 @@
 """What a model on a pipeline returns: outputs of all micro-batches put together, or a loss in the model's form."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_boost.pipeline_parallel.microbatches import Microbatches, has_rows
+from lightning_boost.pipeline_parallel.trees import dict_like, sequence_like
 
 
 class LossOutput:
@@ -54,33 +55,12 @@ def merge_outputs(outputs: Sequence[Any], microbatches: Microbatches) -> Any:
     if isinstance(first, dict):
         # a cache of keys and values holds those of this stage's layers only: it is left out
         kept = [key for key in first if first[key] is None or isinstance(first[key], Tensor | dict | tuple | list)]
-        return _dict_like(first, {key: merge_outputs([each[key] for each in outputs], microbatches) for key in kept})
+        return dict_like(first, {key: merge_outputs([each[key] for each in outputs], microbatches) for key in kept})
     if isinstance(first, tuple | list):
-        return _sequence_like(first, [merge_outputs(parts, microbatches) for parts in zip(*outputs, strict=True)])
+        return sequence_like(first, [merge_outputs(parts, microbatches) for parts in zip(*outputs, strict=True)])
     if first is None:
         return None
     raise TypeError(
         f"a model on a pipeline must return tensors, or tuples, lists or dicts of them, and returned"
         f" {type(first).__name__}."
     )
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply a function to every tensor in tuples, lists and dicts."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, dict):
-        return _dict_like(tree, {key: map_tensors(function, value) for key, value in tree.items()})
-    if isinstance(tree, tuple | list):
-        return _sequence_like(tree, [map_tensors(function, value) for value in tree])
-    return tree
-
-
-def _dict_like(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a dict of the same class; Hugging Face's outputs are made from keyword arguments."""
-    return items if type(like) is dict else type(like)(**items)
-
-
-def _sequence_like(like: Any, items: list[Any]) -> Any:
-    make = getattr(type(like), "_make", type(like))  # of a named tuple
-    return make(items)

@@ -90,7 +90,9 @@ class LayerForm:
 def find_form(decoder: Decoder, layer: nn.Module) -> LayerForm:
     """Find out the form of a model's layers: run the model on a few tokens up to its first layer.
 
-    A model that cannot be run on token ids alone is taken to have layers that return the hidden state alone.
+    Whatever other arguments it cannot do without, labels or a mask, are token ids as well: only the form counts. A
+    model that cannot be run so is taken to have layers that return the hidden state alone; ``check_form`` sees if they
+    do not.
 
     Args:
         decoder: The model, cut to this process's stages.
@@ -107,7 +109,7 @@ def find_form(decoder: Decoder, layer: nn.Module) -> LayerForm:
     output = None
     try:
         with torch.no_grad(), torch.random.fork_rng(devices), layers_replaced(decoder, places):
-            decoder.root(token_ids)
+            decoder.root(token_ids, **dict.fromkeys(_needed_beside_first(decoder.root), token_ids))
     except StageEnd as end:
         output = end.output
     except Exception:  # a user's forward may raise anything
@@ -115,6 +117,28 @@ def find_form(decoder: Decoder, layer: nn.Module) -> LayerForm:
     finally:
         handle.remove()
     return LayerForm(argument, len(output) if isinstance(output, tuple | list) else None)
+
+
+def check_form(form: LayerForm, layer: nn.Module) -> None:
+    """Let a layer raise a ``TypeError`` if it returns the hidden state otherwise than the places of the others do."""
+
+    def check(_: nn.Module, __: Any, output: Any) -> None:
+        if isinstance(output, Tensor) != (form.num_outputs is None):
+            raise TypeError(
+                f"a layer returned a {type(output).__name__}, where layers on other pipeline stages are taken to return"
+                f" {'the hidden state alone' if form.num_outputs is None else 'a tuple'}: the model could not be run on"
+                " 16 token ids to see. Give what else its forward needs a default, or let layers return the hidden"
+                " state alone."
+            )
+
+    layer.register_forward_hook(check)
+
+
+def _needed_beside_first(model: nn.Module) -> list[str]:
+    """Return the names of the arguments of a model's forward that have no default, but for the first."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    _, *others = inspect.signature(model.forward).parameters.values()
+    return [each.name for each in others if each.kind in named and each.default is inspect.Parameter.empty]
 
 
 def _end_behind(_: nn.Module, __: Any, output: Any) -> None:

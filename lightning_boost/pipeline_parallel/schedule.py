@@ -19,12 +19,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from typing_extensions import override
 
 from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS
-from lightning_boost.model.loss import loss_of
+from lightning_boost.model.loss import check_loss_arguments, mean_loss_of
 from lightning_boost.pipeline_parallel.commit import Commit, gradients_set_aside
 from lightning_boost.pipeline_parallel.microbatches import Microbatches, bind, cut_batch
 from lightning_boost.pipeline_parallel.options import PipelineOptions
-from lightning_boost.pipeline_parallel.outputs import LossOutput, map_tensors, merge_outputs
+from lightning_boost.pipeline_parallel.outputs import LossOutput, merge_outputs
 from lightning_boost.pipeline_parallel.stage import Stage
+from lightning_boost.pipeline_parallel.trees import map_tensors
 
 _KEPT_SHAPES = 4
 """Shapes of batches whose buffers are kept; those of others are made anew."""
@@ -96,6 +97,7 @@ class Pipeline:
         Raises:
             RuntimeError: If outputs are asked for with gradients.
             TypeError: If with labels the model returns no mean loss, or not always in the same form.
+            ValueError: If with labels it is told to take another loss.
         """
         arguments = bind(self._model_forward, args, kwargs)
         has_labels = isinstance(arguments.get("labels"), Tensor)
@@ -105,6 +107,8 @@ class Pipeline:
                 "a model on a pipeline gives no outputs to take a loss from: gradients are made while micro-batches"
                 " pass the stages. Call it with labels, loss = model(…, labels=…), or under torch.no_grad()."
             )
+        if has_labels:
+            check_loss_arguments(arguments)
         microbatches = cut_batch(arguments, self._count_for(len(next(iter(arguments.values())))))
         weights = self._weights(microbatches, over_replicas=is_trained) if has_labels else []
         self._run = run = _Run(microbatches, weights, self._autocast_state())
@@ -162,12 +166,7 @@ class Pipeline:
         if not run.weights:
             run.outputs.append(output)
             return torch.zeros((), device=self._device)
-        mean = loss_of(output)
-        if mean is None:
-            raise TypeError(
-                f"with labels a model on a pipeline must return its mean loss as one number, alone, as loss or first of"
-                f" a tuple, and returned {type(output).__name__}."
-            )
+        mean = mean_loss_of(output)
         run.returns_output = output is not mean
         if self._returns_output not in (None, run.returns_output):
             raise TypeError("a model on a pipeline must return its loss in one form: alone, or among other outputs.")

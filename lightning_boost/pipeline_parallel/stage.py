@@ -21,6 +21,7 @@ from lightning_boost.pipeline_parallel.places import (
     Receive,
     Send,
     StageEnd,
+    check_form,
     find_form,
     layers_replaced,
 )
@@ -65,6 +66,7 @@ class Stage(nn.Module):
         layout, layers = decoder.layout, plan.stages[index]
         all_layers = list(decoder.part(layout.layers).children())
         self.own_layers = nn.ModuleList(all_layers[layer] for layer in layers)
+        check_form(form, self.own_layers[0])
         names = [layout.embedding] if self.is_first else []
         names += [layout.final_norm, layout.head] if self.is_last else []
         self.ends = nn.ModuleList(decoder.part(name) for name in names)

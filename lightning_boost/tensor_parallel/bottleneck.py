@@ -28,7 +28,7 @@ from lightning_boost.model.factor_pair import factor_names, find_activation
 from lightning_boost.tensor_parallel.dense import Rows, SplitReader, num_rows, own_rows
 from lightning_boost.tensor_parallel.gathered_norm import NormGather
 from lightning_boost.tensor_parallel.library import gemm_dtype
-from lightning_boost.tensor_parallel.local_parameter import local
+from lightning_boost.tensor_parallel.local_parameter import local, local_size
 from lightning_boost.tensor_parallel.ops import Expand, NormProjectReduce, ProjectReduce
 
 _GROUP = "_lightning_boost_group"
@@ -188,7 +188,18 @@ class NormalizedProjections(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """Map this process's features ``[…, D/tp]`` to its features of every projection, ``[…, w]``."""
+        """Map this process's features ``[…, D/tp]`` to its features of every projection, ``[…, w]``.
+
+        Raises:
+            ValueError: If ``x`` has another width.
+        """
+        width = local_size(self.weight, 0)
+        if x.shape[-1] != width:
+            raise ValueError(
+                f"the hidden state has {x.shape[-1]} features and must have this process's {width} of"
+                f" {self.hidden_size}: let it come from the model's own embedding (inputs_embeds too), or set"
+                " tensor_parallel_size to 1."
+            )
         rows, pairs, dense = x.flatten(0, -2), self.low_rank_members, self.dense_members
         if not dense:
             y = self._low_rank(rows, pairs)
@@ -260,46 +271,6 @@ class BottleneckParallelLinear(FactorPair):
         z = ProjectReduce.apply(x.flatten(0, -2), factor_a.to(gemm_dtype(factor_a)), self.group, self.chunk)
         y = expand(activate(z, [self]), [self], self.group, self.chunk)
         return y.view(*x.shape[:-1], y.shape[-1])
-
-
-class DownPlace(nn.Module):
-    """In the place of the first of two modules that are one projection: does what both do.
-
-    Args:
-        twin: The projection's, hidden from torch; its part becomes this module, which owns the weight.
-        name: Of that part.
-    """
-
-    def __init__(self, twin: FactorPair, name: str) -> None:
-        super().__init__()
-        self._parameters.update(twin._modules[name]._parameters)  # type: ignore[union-attr]
-        twin._modules[name] = self
-        self.__dict__["twin"] = twin
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the projection."""
-        y: Tensor = self.__dict__["twin"](x)
-        return y
-
-
-class UpPlace(nn.Module):
-    """In the place of the second of two modules that are one projection: hands on what the first gave.
-
-    Args:
-        twin: The projection's.
-        name: Of the part that this module becomes.
-    """
-
-    def __init__(self, twin: FactorPair, name: str) -> None:
-        super().__init__()
-        self._parameters.update(twin._modules[name]._parameters)  # type: ignore[union-attr]
-        twin._modules[name] = self
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x``."""
-        return x
 
 
 class FeatureShardedEmbedding(nn.Module):

@@ -12,13 +12,11 @@ from lightning_boost.model.initialization import set_module
 from lightning_boost.tensor_parallel.bottleneck import (
     BottleneckParallelLinear,
     DenseMember,
-    DownPlace,
     FactorPair,
     FeatureShardedEmbedding,
     GroupMember,
     LowRankMember,
     NormalizedProjections,
-    UpPlace,
 )
 from lightning_boost.tensor_parallel.check import (
     check_ends,
@@ -35,6 +33,7 @@ from lightning_boost.tensor_parallel.full_rank import (
 )
 from lightning_boost.tensor_parallel.gathered_norm import GatheredNorm
 from lightning_boost.tensor_parallel.heads import HeadNorm, count_own_heads
+from lightning_boost.tensor_parallel.joined import DownPlace, UpPlace
 from lightning_boost.tensor_parallel.vocabulary import (
     VocabularyParallelEmbedding,
     VocabularyParallelHead,

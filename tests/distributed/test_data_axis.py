@@ -3,6 +3,7 @@
 import contextlib
 import io
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -219,6 +220,11 @@ def test_another_data_axis_for_a_module_that_is_spread_is_refused():
     assert run_processes(_other_axis, 1, "shard", "replicate") == [""]
 
 
+class _LogitsAndLoss(NamedTuple):
+    logits: torch.Tensor
+    loss: torch.Tensor
+
+
 class _OwnLoss(LlamaForCausalLM):
     """Takes its loss from logits, as Hugging Face's models do, and returns it in one of their forms."""
 
@@ -230,7 +236,13 @@ class _OwnLoss(LlamaForCausalLM):
     def forward(self, input_ids, labels=None):
         logits = self.lm_head(self.model(input_ids))
         loss = None if labels is None else cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        forms = {"mapping": dict, "object": SimpleNamespace, "tuple": lambda loss, logits: (loss, logits)}
+        forms = {
+            "mapping": dict,
+            "object": SimpleNamespace,
+            "tuple": lambda loss, logits: (loss, logits),
+            "named_tuple": _LogitsAndLoss,
+            "logits_first": lambda loss, logits: (logits, loss),
+        }
         return loss if self.form == "alone" else forms[self.form](loss=loss, logits=logits)
 
 
@@ -265,7 +277,7 @@ def _own_loss_errors(form, data_axis, tensor, plant=None, nothing_on_one=False):
     } | gradient_errors(model, reference)
 
 
-@pytest.mark.parametrize("form", ["alone", "mapping", "object", "tuple"])
+@pytest.mark.parametrize("form", ["alone", "mapping", "object", "tuple", "named_tuple"])
 def test_a_loss_of_the_model_s_own_is_weighed_by_tokens(form):
     """In evaluation it is the replica's own."""
     for errors in run_processes(_own_loss_errors, 2, form, "shard" if form == "object" else "replicate", 1):
@@ -289,3 +301,59 @@ def unweighted():
 
 def test_a_loss_that_is_not_weighed_is_seen():
     assert max(run_processes(_own_loss_errors, 2, "object", "replicate", 1, unweighted)[0].values()) > 1e-2
+
+
+class _Wrapped(_OwnLoss):
+    """Hands on whatever it is called with."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def _gradient_errors_of_wrapped():
+    config = small_config()
+    with torch.device("meta"):
+        model, reference = _Wrapped(config, "alone"), _Wrapped(config, "alone")
+    initialize(reference, seed=SEED)
+    mesh = build_mesh(ParallelSizes(data_parallel_size=2), "cpu")
+    parallelize(find_decoder(model), mesh, device=CPU, seed=SEED)
+    batch, replica = masked_batch(config.vocab_size), mesh[DATA_AXIS].get_local_rank()
+    model(batch["input_ids"][replica::2], labels=batch["labels"][replica::2]).backward()
+    reference(**batch).backward()
+    return gradient_errors(model, reference)
+
+
+def test_a_forward_without_names_is_called_as_it_was():
+    for errors in run_processes(_gradient_errors_of_wrapped, 2):
+        assert max(errors.values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("form", "arguments", "message"),
+    [
+        ("logits_first", {}, "must return its mean loss as one number, .* and returned tuple"),
+        ("alone", {"num_items_in_batch": 7}, "num_items_in_batch must be left out where a model runs on several"),
+        ("alone", {"labels": torch.zeros(4, dtype=torch.long)}, r"labels \(\[4\]\) must be \[B, T\]"),
+    ],
+)
+def test_a_loss_that_cannot_be_weighed_is_refused(form, arguments, message):
+    """A replica without a valid label would learn token 0, were the loss not found."""
+    config = small_config()
+    with torch.device("meta"):
+        model = _OwnLoss(config, form)
+    initialize(model, seed=SEED)
+    data_parallel.TokenWeights(mesh=None).attach(model)
+    with pytest.raises((TypeError, ValueError), match=message):
+        model(**masked_batch(config.vocab_size) | arguments)
+
+
+def _weight_of_narrow_loss():
+    mesh = build_mesh(ParallelSizes(data_parallel_size=2), "cpu")
+    valid = 257 if mesh[DATA_AXIS].get_local_rank() else 511
+    labels = torch.full((1, 600), IGNORED_LABEL)
+    labels[0, 1 : valid + 1] = 0
+    return data_parallel.TokenWeights(mesh[DATA_AXIS]).weighted(torch.ones((), dtype=torch.bfloat16), labels).item()
+
+
+def test_tokens_of_a_narrow_loss_are_counted_exactly():
+    assert run_processes(_weight_of_narrow_loss, 2) == pytest.approx([511 / 384, 257 / 384], rel=1e-6)

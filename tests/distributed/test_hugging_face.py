@@ -20,7 +20,10 @@ from transformers import (
 
 from lightning_boost import BoostParallelStrategy, LowRankLinear
 from lightning_boost.collectives import count_collectives
-from tests.models import masked_batch, whole
+from lightning_boost.layout import find_decoder
+from lightning_boost.mesh import ParallelSizes, build_mesh
+from lightning_boost.parallelize import parallelize
+from tests.models import CPU, masked_batch, whole
 from tests.processes import run_processes
 from tests.users_module import trainer_for
 
@@ -171,7 +174,56 @@ def test_a_model_of_the_library_is_trained_exactly(family, strategy, loss_from):
 )
 def test_the_library_s_gradient_checkpointing_changes_nothing(strategy):
     losses, weights, *_ = run_processes(_life, 1, "llama", {})[0]
-    for found, found_weights, *_ in run_processes(_life, 2, "llama", strategy, "model", None, True):
+    for found, found_weights, launches, _ in run_processes(_life, 2, "llama", strategy, "model", None, True):
+        # the first chunk of each layer runs once more
+        again = LAYERS if strategy["tensor_parallel_size"] > 1 else 0
+        assert [step[0] - 2 * again for step in launches] == [again] * STEPS
         assert found == pytest.approx(losses, rel=1e-5)
         for name, weight in found_weights.items():
             assert abs(weight - weights[name]).max() < 1e-5, name
+
+
+def _asked_for_inner_outputs(sizes, by_config):
+    model = network("llama")
+    parallelize(find_decoder(model), build_mesh(ParallelSizes(**sizes), "cpu"), device=CPU, seed=0)
+    token_ids = masked_batch(VOCAB)["input_ids"]
+    with torch.no_grad():
+        model(token_ids, output_hidden_states=False)
+        if by_config:
+            model.config.output_hidden_states = True
+            model(token_ids)
+        else:
+            model(token_ids, output_hidden_states=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "by_config"),
+    [({"tensor_parallel_size": 2}, False), ({"tensor_parallel_size": 2}, True), ({"pipeline_parallel_size": 2}, False)],
+)
+def test_what_a_process_has_a_share_of_is_refused(sizes, by_config):
+    with pytest.raises(RuntimeError, match="output_hidden_states must be False"):
+        run_processes(_asked_for_inner_outputs, 2, sizes, by_config)
+
+
+def _loss_of_another_kind(sizes):
+    model = network("llama")
+    parallelize(find_decoder(model), build_mesh(ParallelSizes(**sizes), "cpu"), device=CPU, seed=0)
+    model(**masked_batch(VOCAB), num_items_in_batch=7)
+
+
+@pytest.mark.parametrize("axis", ["data", "pipeline"])
+def test_a_loss_that_is_no_mean_over_tokens_is_refused(axis):
+    with pytest.raises(RuntimeError, match="num_items_in_batch must be left out"):
+        run_processes(_loss_of_another_kind, 2, {f"{axis}_parallel_size": 2})
+
+
+def _given_whole_embeddings():
+    model = network("llama")
+    embeddings = model.get_input_embeddings()(masked_batch(VOCAB)["input_ids"])
+    parallelize(find_decoder(model), build_mesh(ParallelSizes(tensor_parallel_size=2), "cpu"), device=CPU, seed=0)
+    model(inputs_embeds=embeddings)
+
+
+def test_whole_embeddings_are_refused():
+    with pytest.raises(RuntimeError, match="the hidden state has 64 features and must have this process's 32 of 64"):
+        run_processes(_given_whole_embeddings, 2)

@@ -66,6 +66,16 @@ class _UsersModel(LlamaForCausalLM):
         return SimpleNamespace(loss=loss, logits=logits) if self.form == "object" else (loss, logits)
 
 
+class _NeedsLabels(_UsersModel):
+    def forward(self, input_ids, labels, *, mask):
+        return super().forward(input_ids, labels)
+
+
+class _NeedsObject(_UsersModel):
+    def forward(self, input_ids, labels=None, *, scales):
+        return super().forward(input_ids.remainder(scales[0]), labels)
+
+
 LOSSES = {
     "mapping": lambda output: output["loss"],
     "object": lambda output: output.loss,
@@ -73,16 +83,16 @@ LOSSES = {
 }
 
 
-def _trained(layer_class, use_cache, form, options):
+def _trained(layer_class, use_cache, form, options, model_class=_UsersModel, others=None):
     config = small_config(num_hidden_layers=4)
     with torch.device("meta"):
-        model, reference = (_UsersModel(config, layer_class, use_cache, form) for _ in range(2))
+        model, reference = (model_class(config, layer_class, use_cache, form) for _ in range(2))
     initialize(reference, seed=SEED)
     mesh = build_mesh(ParallelSizes(pipeline_parallel_size=2), "cpu")
     state = torch.get_rng_state()
     parallelize(find_decoder(model), mesh, device=CPU, seed=SEED, pipeline=PipelineOptions(**options))
     assert torch.equal(torch.get_rng_state(), state)
-    batch = masked_batch(config.vocab_size)
+    batch = masked_batch(config.vocab_size) | (others or {})
     losses = []
     for each in (model, reference):
         loss = LOSSES[form](each(**batch))
@@ -107,6 +117,19 @@ def test_models_of_every_form_are_trained_exactly(layer_class, use_cache, form, 
         assert max(errors.values()) < 1e-5
 
 
+def test_arguments_without_a_default_are_given_to_find_the_form():
+    for (found, expected), errors in run_processes(
+        _trained, 2, _TupleLayer, False, "object", {}, _NeedsLabels, {"mask": None}
+    ):
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert max(errors.values()) < 1e-5
+
+
+def test_layers_of_an_unknown_form_are_refused():
+    with pytest.raises(RuntimeError, match="a layer returned a tuple, where layers on other pipeline stages are taken"):
+        run_processes(_trained, 2, _TupleLayer, False, "object", {}, _NeedsObject, {"scales": [200]})
+
+
 def _trained_with(plant):
     plant()
     return _trained(_TupleLayer, False, "object", {})
@@ -122,7 +145,9 @@ def attributes_lost():
     places._OF_EVERY_MODULE = type("All", (), {"__contains__": lambda *_: True})()
 
 
-@pytest.mark.parametrize(("plant", "error"), [(form_unknown, "Error"), (attributes_lost, "AttributeError")])
+@pytest.mark.parametrize(
+    ("plant", "error"), [(form_unknown, "a layer returned a tuple"), (attributes_lost, "AttributeError")]
+)
 def test_a_planted_defect_is_seen(plant, error):
     with pytest.raises(RuntimeError, match=error):
         run_processes(_trained_with, 2, plant)

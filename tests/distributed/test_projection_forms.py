@@ -161,6 +161,20 @@ def test_gradients_and_a_step_are_those_of_one_process(form, tensor, data, optio
             assert chunks == dict.fromkeys(("qkv", "o", "gate_up", "down"), 2 * 2)
 
 
+def _with_activation_between():
+    model = users_model("svd_llm")
+    attention = type(model.model.layers[0].self_attn)
+    attention.o_proj = lambda self, x: self.o_u_proj(silu(self.o_v_proj(x)))
+    parallelize(find_decoder(model), build_mesh(ParallelSizes(tensor_parallel_size=2), "cpu"), device=CPU, seed=0)
+    model(**masked_batch(131))
+
+
+def test_something_between_two_modules_is_refused():
+    """The first module's place does what both do: it would come behind."""
+    with pytest.raises(RuntimeError, match="a factor out of a bottleneck must read what its factor into it gives"):
+        run_processes(_with_activation_between, 2)
+
+
 def partial_norm_gradients():
     """Leave the gradient of a head's norm with the heads of one process."""
     heads.own_rows = lambda weight, *_: local(weight)
@@ -188,6 +202,8 @@ class _Scaled(Cola):
         (lambda pair: _Subclass(64, 64, 5), r"q_proj is a _Subclass and must compute B σ\(A x\) \+ bias"),
         (_Scaled, r"q_proj is a _Scaled and must compute B σ\(A x\) \+ bias"),
         (lambda pair: nn.Sequential(pair.factor_a, nn.Softmax(-1), pair.factor_b), "Sequential and must compute B σ"),
+        (lambda pair: nn.Sequential(pair.factor_a, nn.ReLU6(), pair.factor_b), "Sequential and must compute B σ"),
+        (lambda pair: nn.Sequential(pair.factor_a, nn.Dropout(0.1), pair.factor_b).eval(), "Sequential and must comp"),
         (lambda pair: nn.Sequential(nn.Linear(64, 5), nn.Linear(5, 64)), "Sequential and must be a torch.nn.Linear"),
         (lambda pair: nn.Bilinear(64, 3, 64), "Bilinear and must be a torch.nn.Linear, not a subclass, or hold two"),
     ],
@@ -197,8 +213,10 @@ def test_what_is_no_pair_of_factors_is_refused(form, message):
     attention = model.model.layers[1].self_attn
     attention.q_proj = form(attention.q_proj)
     decoder = find_decoder(model)
+    is_training = attention.q_proj.training
     with pytest.raises(ValueError, match=message):
         scheme_for(decoder).check(decoder)
+    assert {module.training for module in attention.q_proj.modules()} == {is_training}
 
 
 def test_numbers_of_heads_are_those_of_a_process():

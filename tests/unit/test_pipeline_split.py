@@ -11,8 +11,9 @@ from lightning_boost.layout import find_decoder
 from lightning_boost.model.loss import loss_of
 from lightning_boost.pipeline_parallel.microbatches import bind, cut_batch
 from lightning_boost.pipeline_parallel.options import PipelineOptions
-from lightning_boost.pipeline_parallel.outputs import LossOutput, map_tensors, merge_outputs
+from lightning_boost.pipeline_parallel.outputs import LossOutput, merge_outputs
 from lightning_boost.pipeline_parallel.split import check_pipeline, given_layers, layer_costs, split_layers
+from lightning_boost.pipeline_parallel.trees import map_tensors
 from tests.models import masked_batch, meta_model, small_config
 
 
@@ -125,6 +126,22 @@ def test_every_sample_is_in_one_microbatch_and_filled_rows_have_no_label():
     merged = merge_outputs(outputs, microbatches)
     torch.testing.assert_close(merged["logits"], batch["input_ids"] * 2)
     torch.testing.assert_close(merged["extra"][0], torch.arange(5))
+
+
+def test_tensors_in_dicts_are_cut():
+    mask = {"full_attention": torch.arange(4.0)[:, None], "others": (torch.zeros(1, 3), None)}
+    first, second = cut_batch({"input_ids": torch.zeros(4, 3), "attention_mask": mask}, 2).arguments
+    assert first["attention_mask"]["full_attention"].tolist() == [[0.0], [1.0]]
+    assert second["attention_mask"]["full_attention"].tolist() == [[2.0], [3.0]]
+    assert second["attention_mask"]["others"][0].shape == (1, 3)
+
+
+@pytest.mark.parametrize("holder", [lambda cache: cache, lambda cache: {"cache": cache}])
+def test_an_object_that_micro_batches_would_share_is_refused(holder):
+    """Each would add its keys and values to those of the one before."""
+    cache = type("DynamicCache", (), {})()
+    with pytest.raises(TypeError, match=r"past \(DynamicCache\) must be a tensor or a plain value"):
+        cut_batch({"input_ids": torch.zeros(4, 3), "past": holder(cache)}, 2)
 
 
 class _Output(dict):
