@@ -99,6 +99,8 @@ class BoostCLI(LightningCLI):
             self.model.check_vocabulary(self.datamodule)
             if self.subcommand == "fit":
                 self.datamodule.check_ends(self.trainer)
+            # now, while there is one process: a line that cannot be read is told once
+            self.datamodule.setup(self.subcommand)
             if isinstance(strategy, BoostParallelStrategy):
                 strategy.connect(self.model)
                 strategy.check_before_start(self.trainer)

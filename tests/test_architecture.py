@@ -35,6 +35,7 @@ CONFINED = {
     "triton": {"kernels"},
     "datasets": {"data"},
     "tokenizers": {"data"},
+    "jinja2": {"data"},
     "numpy": {"checkpoint"},  # to leave its numbers out
     "lightning": UPPER,
     "torchmetrics": UPPER,
