@@ -84,7 +84,7 @@ class ChatTemplate:
 class _Generation(Extension):
     """Takes the tags ``generation`` and ``endgeneration``, with which a template marks the assistant's turns."""
 
-    tags = {"generation"}  # noqa: RUF012
+    tags = {"generation"}
 
     @override
     def parse(self, parser: Parser) -> list[nodes.Node]:
@@ -122,8 +122,8 @@ def load_chat_template(file: TokenizerFile, tokenizer: Tokenizer) -> ChatTemplat
     name, text = _given(file.chat_template) if file.chat_template else _beside(folder, config)
     if text is None:
         raise ValueError(
-            f"tokenizer.chat_template must be given: neither {_TEMPLATE_FILE} nor a chat_template in {_CONFIG_FILE} lies"
-            f" beside {file.path}."
+            f"tokenizer.chat_template must be given: beside {file.path} lies neither {_TEMPLATE_FILE} nor a"
+            f" chat_template in {_CONFIG_FILE}."
         )
     tokens = {key: _content(value) for key, value in (config or {}).items() if key.endswith("_token") and value}
     template = ChatTemplate(text, name=name, tokens=tokens)
