@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, Trainer
@@ -117,7 +118,7 @@ class TextDataModule(LightningDataModule):
                 " none."
             )
         for path in chain(self.train_files, *self.validation_files.values()):
-            if not path.endswith(".jsonl"):
+            if Path(path).suffix != ".jsonl":
                 raise ValueError(
                     f"file {path} must be a .jsonl with records ({self.reader.kind!r}), an object a line with"
                     f" {self.reader.form}."

@@ -73,10 +73,9 @@ class ChatTemplate:
         return whole, turns
 
     def _write(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **dict(self._tokens)
-            )
+            return self._template.render(**self._tokens, **given)
         except Exception as error:  # a template may fail in any way
             raise ValueError(f"cannot be used: chat_template ({self.name}) fails on it: {error}") from None
 
@@ -102,8 +101,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    def to_json(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def to_json(value: Any, *, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment.globals["raise_exception"] = refuse
     environment.filters["tojson"] = to_json  # Jinja's own would mask what HTML does not take

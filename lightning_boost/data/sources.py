@@ -39,15 +39,18 @@ def read_documents(paths: Iterable[str], reader: RecordReader = READ_TEXT) -> li
         reader: Makes a document of the object that stands in a line; by default of its ``text``.
 
     Raises:
-        ValueError: If a file is not UTF-8, or a line is no such object.
+        ValueError: If a file is not UTF-8, or a line is no such object, or there is no line at all.
     """
     documents: list[Document] = []
-    for path in map(Path, paths):
+    files = [Path(path) for path in paths]
+    for path in files:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"text file {path} must be UTF-8; byte {error.start} is not.") from error
         documents += _json_lines(text, path, reader) if path.suffix == ".jsonl" else [text]
+    if not documents:
+        raise ValueError(f"{', '.join(map(str, files))} must hold at least one line with {reader.form}.")
     return documents
 
 

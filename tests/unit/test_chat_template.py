@@ -29,13 +29,14 @@ INST = (
     "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
 )
 MARKED = (
-    "{{- bos_token }}\n"
+    "{{- bos_token }}{% if tools is not none or documents is not none %}tools{% endif %}\n"
     "{%- for message in messages %}\n"
     "    {%- if message.role == 'assistant' %}\n"
     "        {{- '<|im_start|>assistant ' }}"
     "{% generation %}{{ message.content | trim }}{{ '<|im_end|>' }}{% endgeneration %}\n"
     "    {%- else %}\n"
-    "        {{- '<|im_start|>' ~ message.role ~ ' ' ~ ({'said': message.content} | tojson) ~ '<|im_end|>' }}\n"
+    "        {{- '<|im_start|>' ~ message.role ~ ' ' }}\n"
+    "        {{- {'said': message.content} | tojson(indent=1) ~ '<|im_end|>' }}\n"
     "        {%- if message.content == 'stop' %}{%- break %}{%- endif %}\n"
     "    {%- endif %}\n"
     "{%- endfor %}\n"

@@ -274,14 +274,10 @@ def test_a_wrong_record_of_a_stream_is_named(tmp_path, record, message):
 
 def test_files_without_a_record_are_refused(tmp_path, file):
     (tmp_path / "empty.jsonl").write_text("\n")
-    for given in (
-        {"validation_files": str(tmp_path / "empty.jsonl")},
-        {"sequence_length": 4, "validation_files": file},
-    ):
-        with pytest.raises(
-            ValueError, match=r"there is no record whose answer begins within sequence_length \(\d+ tok"
-        ):
-            _data(file, **given).setup("fit")
+    with pytest.raises(ValueError, match=r"empty.jsonl must hold at least one line with texts \"prompt\" and \"answer"):
+        _data(file, validation_files=str(tmp_path / "empty.jsonl")).setup("fit")
+    with pytest.raises(ValueError, match=r"there is no record whose answer begins within sequence_length \(4 tokens\)"):
+        _data(file, sequence_length=4, validation_files=file).setup("fit")
 
 
 @pytest.mark.parametrize(
