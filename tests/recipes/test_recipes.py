@@ -255,6 +255,12 @@ def test_records_take_the_place_of_a_recipe_s_text(recipe):
     data, trainer = composed["data"], composed["trainer"]
     assert (data["train_streams"], data["validation_streams"], data["validation_files"]) == ([], [], [])
     assert (data["records"], data["packing"]) == ("prompt_answer", "separate_documents")
+    assert [callback["class_path"].rpartition(".")[2] for callback in trainer["callbacks"]] == [
+        "TokenThroughput",
+        "ModelCheckpoint",
+        "RunSummary",
+    ]
+    assert trainer["callbacks"][2]["init_args"]["next_command"] is None
     (file,) = data["train_files"]
     packed = TextDataModule(
         train_files=str(ROOT / file), **{name: data[name] for name in ("records", "packing", "sequence_length")}
@@ -281,9 +287,11 @@ def test_fine_tuning_on_answers_trains_and_validates(tmp_path, layout):
         "--trainer.val_check_interval=2",
         "--model.config.num_hidden_layers=2",
     )
-    with (tmp_path / "runs/quickstart/logs/version_0/metrics.csv").open() as file:
+    with (tmp_path / "runs/answers/logs/version_0/metrics.csv").open() as file:
         (loss,) = [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"] and row["step"] != "0"]
     assert 0.0 < loss < 6.0
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["answers"]
+    assert (tmp_path / "runs/answers/checkpoints/step_2.ckpt").is_dir()
 
 
 def _write_vocabulary(path):
