@@ -56,6 +56,13 @@ class _Parser(LightningArgumentParser):
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
 
     @override
+    def add_class_arguments(self, theclass: Any, *args: Any, **kwargs: Any) -> list[str]:
+        # the path of a tokenizer.json would be opened, and what it holds taken for options
+        reads_files = kwargs.get("sub_configs", False) and theclass is not TextDataModule
+        added: list[str] = super().add_class_arguments(theclass, *args, **{**kwargs, "sub_configs": reads_files})
+        return added
+
+    @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         unknown = _UNKNOWN_OPTION.search(message)
         if unknown:
@@ -106,6 +113,8 @@ class BoostCLI(LightningCLI):
             if isinstance(strategy, BoostParallelStrategy):
                 strategy.connect(self.model)
                 strategy.check_before_start(self.trainer)
+            # what cannot be read is told here, once, and not by each process later
+            self.datamodule.setup(self.subcommand)
         except ValueError as error:
             self._refuse(error)
         if checkpoint not in (None, "best", "last", "hpc", "registry") and not _is_there(Path(checkpoint)):

@@ -3,14 +3,17 @@
 import os
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_boost.data.packing import PackedDataset, Packer, Packing
+from lightning_boost.data.packing import PackedDataset, Packer, Packing, RecordPacker
+from lightning_boost.data.records import Document, Records, make_reader
 from lightning_boost.data.sources import builtin_documents, check_files, hold_out, read_documents
 from lightning_boost.data.streams import DealtStream, PackedStream, StreamSource, check_streams
 from lightning_boost.data.tokenizers import TokenizerFile, load_tokenizer
@@ -36,8 +39,11 @@ class TextDataModule(LightningDataModule):
         validation_streams: Streams to validate on, read one after the other until they end or
             ``trainer.limit_val_batches`` is reached; logged as ``val_loss``, so files beside them need names.
         tokenizer: ``bytes``, or the path of a ``tokenizer.json``, or such a file with its end token and unused tokens.
+        records: What a document is. ``text``: a text; ``prompt_answer`` and ``messages``: a record, whose answers alone
+            are learnt.
         packing: ``across_documents``: documents end to end, attention crosses; ``separate_documents``: end to end, kept
-            apart; ``one_document``: each document in a sequence of its own, cut or filled up.
+            apart; ``one_document``: each document in a sequence of its own, cut or filled up. Records stay whole, and
+            need one of the last two.
         sequence_length: ``T``, tokens of a sequence.
         batch_size: ``B``, sequences of a batch on each replica.
 
@@ -54,6 +60,7 @@ class TextDataModule(LightningDataModule):
         validation_files: str | Sequence[str] | Mapping[str, list[str]] = (),
         validation_streams: Sequence[StreamSource] = (),
         tokenizer: str | TokenizerFile = "bytes",
+        records: Records = "text",
         packing: Packing = "across_documents",
         sequence_length: int = 256,
         batch_size: int = 8,
@@ -68,6 +75,7 @@ class TextDataModule(LightningDataModule):
                 "validation_files": plain(validation_files),
                 "validation_streams": plain(validation_streams),
                 "tokenizer": plain(tokenizer),
+                "records": records,
                 "packing": packing,
                 "sequence_length": sequence_length,
                 "batch_size": batch_size,
@@ -80,7 +88,10 @@ class TextDataModule(LightningDataModule):
         self.validation_streams = list(validation_streams)
         self._check_sources()
         self.tokenizer = load_tokenizer(tokenizer)
-        self.packer = Packer(self.tokenizer, sequence_length, packing)
+        self.reader = make_reader(records, tokenizer, self.tokenizer)
+        if records != "text":
+            self._check_records()
+        self.packer = (Packer if records == "text" else RecordPacker)(self.tokenizer, sequence_length, packing)
         self.sequence_length = sequence_length
         self.batch_size = batch_size
         self.train_set: PackedDataset | None = None
@@ -98,6 +109,20 @@ class TextDataModule(LightningDataModule):
             )
         check_files(chain(self.train_files, *self.validation_files.values()))
         check_streams(chain(self.train_streams, self.validation_streams))
+
+    def _check_records(self) -> None:
+        """Check that all that is read can hold records."""
+        if not self.train_files and not self.train_streams:
+            raise ValueError(
+                f"train_files or train_streams must be given with records ({self.reader.kind!r}): the built-in text has"
+                " none."
+            )
+        for path in chain(self.train_files, *self.validation_files.values()):
+            if Path(path).suffix != ".jsonl":
+                raise ValueError(
+                    f"file {path} must be a .jsonl with records ({self.reader.kind!r}), an object a line with"
+                    f" {self.reader.form}."
+                )
 
     def check_ends(self, trainer: Trainer) -> None:
         """Check that a run of ``trainer`` ends.
@@ -126,13 +151,29 @@ class TextDataModule(LightningDataModule):
         """Read and pack what is in memory, once."""
         if self.train_set is not None or self.held_out:
             return
-        held_out = {name: read_documents(files) for name, files in self.validation_files.items()}
+        held_out = {name: read_documents(files, self.reader) for name, files in self.validation_files.items()}
         if not self.train_streams:
-            documents = read_documents(self.train_files) if self.train_files else builtin_documents()
+            documents: list[Document] = (
+                read_documents(self.train_files, self.reader) if self.train_files else [*builtin_documents()]
+            )
             if not held_out and not self.validation_streams:
                 documents, held_out[""] = hold_out(documents, _HELD_OUT_SHARE)
             self.train_set = PackedDataset(documents, self.packer)
         self.held_out = {name: PackedDataset(documents, self.packer) for name, documents in held_out.items()}
+        self._tell_skipped()
+
+    @override
+    def teardown(self, stage: str) -> None:
+        """Tell what was left out of streams."""
+        self._tell_skipped()
+
+    def _tell_skipped(self) -> None:
+        if self.packer.num_skipped:
+            rank_zero_warn(
+                f"{self.packer.num_skipped} record(s) were left out: their answers begin behind sequence_length"
+                f" ({self.sequence_length} tokens)."
+            )
+        self.packer.num_skipped = 0
 
     @override
     def train_dataloader(self) -> Loader:
@@ -148,7 +189,9 @@ class TextDataModule(LightningDataModule):
         replicas, replica = self._replica
         # as Lightning's sampler does; of seeds of their own, replicas would draw the same documents
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-        stream = PackedStream(self.train_streams, self.packer, seed=seed, num_replicas=replicas, replica=replica)
+        stream = PackedStream(
+            self.train_streams, self.packer, reader=self.reader, seed=seed, num_replicas=replicas, replica=replica
+        )
         return DataLoader(stream, batch_size=self.batch_size, drop_last=True)
 
     @override
@@ -172,7 +215,9 @@ class TextDataModule(LightningDataModule):
         if not self.validation_streams:
             return []
         replicas, replica = self._replica
-        stream = DealtStream(self.validation_streams, self.packer, num_replicas=replicas, replica=replica)
+        stream = DealtStream(
+            self.validation_streams, self.packer, reader=self.reader, num_replicas=replicas, replica=replica
+        )
         return [DataLoader(stream, batch_size=self.batch_size)]
 
     @property

@@ -24,7 +24,7 @@ from lightning_boost.model.initialization import (
 from lightning_boost.pipeline_parallel.options import PipelineOptions
 from lightning_boost.pipeline_parallel.schedule import Pipeline, install_pipeline
 from lightning_boost.pipeline_parallel.split import plan_stages
-from lightning_boost.pipeline_parallel.stage import cut_to_stages
+from lightning_boost.pipeline_parallel.stage import Stage, cut_to_stages
 from lightning_boost.random_streams import RandomStreams
 from lightning_boost.tensor_parallel.scheme import scheme_for
 
@@ -71,15 +71,20 @@ def parallelize(
     if mesh[DATA_AXIS].size() > 1:
         if not is_piped:
             weigh_by_tokens(decoder, TokenWeights(mesh[DATA_AXIS]), has_own_loss=has_own_loss)
-        for stage in stages:
-            apply_data_axis(stage, list(stage.own_layers), mesh, data_axis)
-        if not stages:
-            apply_data_axis(root, list(decoder.layers.values()), mesh, data_axis)
+        for unit, layers in _roots_and_layers(decoder, stages):
+            apply_data_axis(unit, layers, mesh, data_axis)
     if is_shared_out:
         EqualCalls(root, mesh[DATA_AXIS], device)
     if is_piped:
         pipe = Pipeline(root, stages, mesh, device=device, options=options, width=width, is_shared_out=is_shared_out)
         install_pipeline(root, pipe)
+
+
+def _roots_and_layers(decoder: Decoder, stages: Sequence[Stage]) -> list[tuple[nn.Module, list[nn.Module]]]:
+    """Return what becomes units on the data axis: each stage and its layers, or the whole model and its."""
+    if stages:
+        return [(stage, list(stage.own_layers)) for stage in stages]
+    return [(decoder.root, list(decoder.layers.values()))]
 
 
 def refuse_inner_outputs(model: nn.Module) -> None:

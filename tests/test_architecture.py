@@ -43,6 +43,7 @@ CONFINED = {
     "datasets": {"data"},
     "tokenizers": {"data"},
     "safetensors": {"interchange"},
+    "jinja2": {"data"},
     "numpy": {"checkpoint"},  # to leave its numbers out
     "lightning": UPPER,
     "torchmetrics": UPPER,

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -11,13 +11,14 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from lightning_boost.config import IGNORED_LABEL
+from lightning_boost.data.records import Document, Record
 from lightning_boost.data.tokenizers import Tokenizer
 
 Packing = Literal["across_documents", "separate_documents", "one_document"]
 PackedSequence = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Packer:
     """Makes sequences of ``T`` tokens of documents, each closed by its end token.
 
@@ -41,6 +42,8 @@ class Packer:
     """``T``, at least 2."""
 
     packing: Packing = "across_documents"
+    num_skipped: int = field(default=0, init=False)
+    """Documents that were left out."""
 
     def __post_init__(self) -> None:
         if self.sequence_length < 2:
@@ -51,7 +54,7 @@ class Packer:
         if self.packing not in choices:
             raise ValueError(f"packing ({self.packing!r}) must be one of {', '.join(map(repr, choices))}.")
 
-    def pack(self, documents: Iterable[str], *, fill_last: bool) -> Iterator[PackedSequence]:
+    def pack(self, documents: Iterable[Any], *, fill_last: bool) -> Iterator[PackedSequence]:
         """Yield the sequences of ``documents``.
 
         Args:
@@ -64,14 +67,19 @@ class Packer:
 
     def empty(self) -> PackedSequence:
         """Return a sequence that predicts nothing."""
-        return self._sequence([], [])
+        return self._sequence([], [], [])
+
+    @property
+    def finding(self) -> str:
+        """What is wrong where documents give no sequence."""
+        return "the documents hold no text."
 
     def _one_each(self, documents: Iterable[str]) -> Iterator[PackedSequence]:
         for text in documents:
             ids = self.tokenizer.encode(text)
             if ids:
                 kept = [*ids[: self.sequence_length - 1], self.tokenizer.end_of_document]
-                yield self._sequence(kept, [0] * len(kept))
+                yield self._sequence(kept, kept, [0] * len(kept))
 
     def _end_to_end(self, documents: Iterable[str], fill_last: bool) -> Iterator[PackedSequence]:
         ids: list[int] = []
@@ -82,19 +90,19 @@ class Packer:
             whole = len(ids) - len(ids) % self.sequence_length
             for start in range(0, whole, self.sequence_length):
                 part = slice(start, start + self.sequence_length)
-                yield self._sequence(ids[part], owners[part])
+                yield self._sequence(ids[part], ids[part], owners[part])
             ids, owners = ids[whole:], owners[whole:]
         if ids and fill_last:
-            yield self._sequence(ids, owners)
+            yield self._sequence(ids, ids, owners)
 
-    def _sequence(self, ids: list[int], owners: list[int]) -> PackedSequence:
-        """Return a sequence of at most ``T`` ids, filled up.
+    def _sequence(self, ids: list[int], targets: list[int], owners: list[int]) -> PackedSequence:
+        """Return a sequence of at most ``T`` ids, with their labels and the documents they belong to, filled up.
 
         The fill stands behind the text, where no token of the text looks, and predicts nothing: it needs no mask.
         """
         missing = self.sequence_length - len(ids)
         input_ids = torch.tensor(ids + [self.tokenizer.end_of_document] * missing)
-        labels = torch.tensor(ids + [IGNORED_LABEL] * missing)
+        labels = torch.tensor(targets + [IGNORED_LABEL] * missing)
         if self.packing != "separate_documents":
             return {"input_ids": input_ids, "labels": labels}
         # the fill counts as part of the last document
@@ -105,22 +113,87 @@ class Packer:
         return {"input_ids": input_ids, "labels": labels, "document_ids": is_first.cumsum(0) - 1}
 
 
+@dataclass
+class RecordPacker(Packer):
+    """Makes sequences of whole records, in which the answers alone are predicted.
+
+    ======================  ============================================================================================
+    ``separate_documents``  as many records as fit, one after another, kept apart by ``document_ids``
+    ``one_document``        a sequence for each record
+    ======================  ============================================================================================
+
+    A record of more than ``T`` tokens is cut at its end; one whose answers are then cut away is left out. A token that
+    holds the prompt's end and the answer's beginning counts as the answer's.
+
+    Raises:
+        ValueError: If the length is below 2, or the packing is none of these.
+    """
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.packing == "across_documents":
+            raise ValueError(
+                f"packing ({self.packing!r}) must be 'separate_documents' or 'one_document' with records of answers: no"
+                " answer may be learnt from the record before it."
+            )
+
+    @override
+    def pack(self, documents: Iterable[Record], *, fill_last: bool) -> Iterator[PackedSequence]:
+        """Yield the sequences of ``documents``; each of them is filled up, and so is the last one."""
+        most = 1 if self.packing == "one_document" else self.sequence_length
+        ids: list[int] = []
+        targets: list[int] = []
+        owners: list[int] = []
+        for owner, record in enumerate(documents):
+            record_ids, record_targets = self._encode(record)
+            # nothing predicts the first token
+            if all(target == IGNORED_LABEL for target in record_targets[1:]):
+                self.num_skipped += 1
+                continue
+            if len(ids) >= most or len(ids) + len(record_ids) > self.sequence_length:
+                yield self._sequence(ids, targets, owners)
+                ids, targets, owners = [], [], []
+            ids += record_ids
+            targets += record_targets
+            owners += [owner] * len(record_ids)
+        if ids:
+            yield self._sequence(ids, targets, owners)
+
+    @property
+    @override
+    def finding(self) -> str:
+        return (
+            f"there is no record whose answer begins within sequence_length ({self.sequence_length} tokens); give"
+            " others, or set it higher."
+        )
+
+    def _encode(self, record: Record) -> tuple[list[int], list[int]]:
+        """Return ids and labels of a record, at most ``T``."""
+        ids, ends = self.tokenizer.encode_with_ends(record.text)
+        is_learnt = [any(start < end <= stop for start, stop in record.answers) for end in ends]
+        if record.needs_end:
+            ids, is_learnt = [*ids, self.tokenizer.end_of_document], [*is_learnt, True]
+        targets = [token if learnt else IGNORED_LABEL for token, learnt in zip(ids, is_learnt, strict=True)]
+        return ids[: self.sequence_length], targets[: self.sequence_length]
+
+
 class PackedDataset(Dataset[PackedSequence]):
     """All sequences of some documents, in memory; the last one is filled up.
 
     Args:
-        documents: Texts, in order.
+        documents: Texts or records, in order.
         packer: Makes sequences of them.
 
     Raises:
-        ValueError: If there is no text.
+        ValueError: If there is nothing to learn.
     """
 
-    def __init__(self, documents: Sequence[str], packer: Packer) -> None:
+    def __init__(self, documents: Sequence[Document], packer: Packer) -> None:
         sequences = list(packer.pack(documents, fill_last=True))
         end = packer.tokenizer.end_of_document
         if all(bool((sequence["input_ids"] == end).all()) for sequence in sequences):
-            raise ValueError("the documents hold no text.")
+            raise ValueError(packer.finding)
         self.packer = packer
         self.num_empty = 0
         self._columns = {name: torch.stack([sequence[name] for sequence in sequences]) for name in sequences[0]}

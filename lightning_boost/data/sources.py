@@ -3,6 +3,11 @@
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+from lightning_boost.data.records import READ_TEXT, Document, RecordReader
+
+AnyDocument = TypeVar("AnyDocument", bound=Document)
 
 
 def builtin_documents() -> list[str]:
@@ -26,38 +31,48 @@ def check_files(paths: Iterable[str]) -> None:
             raise FileNotFoundError(f"text file {path} does not exist.")
 
 
-def read_documents(paths: Iterable[str]) -> list[str]:
+def read_documents(paths: Iterable[str], reader: RecordReader = READ_TEXT) -> list[Document]:
     """Read files in the given order: a text file is one document, each line of a ``.jsonl`` file is one.
 
-    A line holds an object whose ``text`` is the document.
+    Args:
+        paths: The files.
+        reader: Makes a document of the object that stands in a line; by default of its ``text``.
 
     Raises:
-        ValueError: If a file is not UTF-8, or a line is no such object.
+        ValueError: If a file is not UTF-8, or a line is no such object, or there is no line at all.
     """
-    documents: list[str] = []
-    for path in map(Path, paths):
+    documents: list[Document] = []
+    files = [Path(path) for path in paths]
+    for path in files:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"text file {path} must be UTF-8; byte {error.start} is not.") from error
-        documents += _json_lines(text, path) if path.suffix == ".jsonl" else [text]
+        documents += _json_lines(text, path, reader) if path.suffix == ".jsonl" else [text]
+    if not documents:
+        raise ValueError(f"{', '.join(map(str, files))} must hold at least one line with {reader.form}.")
     return documents
 
 
-def _json_lines(text: str, path: Path) -> Iterator[str]:
-    for number, line in enumerate(text.splitlines(), start=1):
+def _json_lines(text: str, path: Path, reader: RecordReader) -> Iterator[Document]:
+    # a string may hold what splitlines takes for an end of line
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
+        place = f"line {number} of {path}"
         try:
-            document = json.loads(line)["text"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            document = None
-        if not isinstance(document, str):
-            raise ValueError(f'line {number} of {path} must be an object with a "text", such as {{"text": "…"}}.')
-        yield document
+            values = json.loads(line)
+        except json.JSONDecodeError:
+            values = None
+        if not isinstance(values, dict) or not all(reader.fits(field, values.get(field)) for field in reader.fields):
+            raise ValueError(f"{place} must be an object with {reader.form}.")
+        try:
+            yield reader.read(values)
+        except ValueError as error:
+            raise ValueError(f"{place} {error}") from None
 
 
-def hold_out(documents: Sequence[str], share: float) -> tuple[list[str], list[str]]:
+def hold_out(documents: Sequence[AnyDocument], share: float) -> tuple[list[AnyDocument], list[AnyDocument]]:
     """Split documents into those to train on and those held out, about ``share`` of the text.
 
     A document is held out when those held out so far, with it, are no more than ``share`` of what was seen so far: the
@@ -66,8 +81,8 @@ def hold_out(documents: Sequence[str], share: float) -> tuple[list[str], list[st
     Raises:
         ValueError: If one of the parts would be empty.
     """
-    rest: list[str] = []
-    held_out: list[str] = []
+    rest: list[AnyDocument] = []
+    held_out: list[AnyDocument] = []
     num_seen = num_held = 0
     for document in documents:
         num_seen += len(document)

@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from lightning_boost.data.packing import PackedSequence, Packer
+from lightning_boost.data.records import READ_TEXT, Document, RecordReader
 
 _FILE_FORMATS = ("csv", "json", "parquet", "text")
 _FOUND_BY_THE_LIBRARY = ("://", "*", "?", "[")
@@ -34,6 +35,13 @@ class StreamSource:
     split: str = "train"
     data_files: list[str] | None = None
     text_field: str = "text"
+    """Its column of texts."""
+
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    messages_field: str = "messages"
+    """Its columns where records are no texts."""
+
     weight: float = 1.0
     """How often documents are taken from it, relative to the other parts; validation takes all."""
 
@@ -76,6 +84,7 @@ class PackedStream(IterableDataset[PackedSequence]):
     Args:
         sources: Parts of the mixture.
         packer: Makes sequences of documents.
+        reader: Makes documents of rows.
         seed: Of the mixture and the shuffling.
         num_replicas: Replicas.
         replica: Which of them this is.
@@ -85,10 +94,18 @@ class PackedStream(IterableDataset[PackedSequence]):
     """
 
     def __init__(
-        self, sources: Sequence[StreamSource], packer: Packer, *, seed: int, num_replicas: int = 1, replica: int = 0
+        self,
+        sources: Sequence[StreamSource],
+        packer: Packer,
+        *,
+        reader: RecordReader = READ_TEXT,
+        seed: int,
+        num_replicas: int = 1,
+        replica: int = 0,
     ) -> None:
         self.sources = sources
         self.packer = packer
+        self.reader = reader
         self.seed = seed
         self.num_replicas = num_replicas
         self.replica = replica
@@ -111,10 +128,10 @@ class PackedStream(IterableDataset[PackedSequence]):
         """Yield the sequences until the first of the sources ends; each epoch has another order."""
         from datasets.distributed import split_dataset_by_node
 
-        mixed = _mixed(self.sources, self.seed + epoch)
+        mixed = _mixed(self.sources, self.reader, self.seed + epoch)
         part = split_dataset_by_node(mixed, rank=self.replica, world_size=self.num_replicas)
         # a rest that fills no sequence is left out: there is more to read
-        yield from self.packer.pack(_texts(part, self.sources), fill_last=False)
+        yield from self.packer.pack(_documents(part, self.sources, self.reader), fill_last=False)
 
 
 class DealtStream(IterableDataset[PackedSequence]):
@@ -127,6 +144,7 @@ class DealtStream(IterableDataset[PackedSequence]):
     Args:
         sources: What is read.
         packer: Makes sequences of documents.
+        reader: Makes documents of rows.
         num_replicas: Replicas.
         replica: Which of them this is.
 
@@ -135,31 +153,41 @@ class DealtStream(IterableDataset[PackedSequence]):
     """
 
     def __init__(
-        self, sources: Sequence[StreamSource], packer: Packer, *, num_replicas: int = 1, replica: int = 0
+        self,
+        sources: Sequence[StreamSource],
+        packer: Packer,
+        *,
+        reader: RecordReader = READ_TEXT,
+        num_replicas: int = 1,
+        replica: int = 0,
     ) -> None:
         self.sources = sources
         self.packer = packer
+        self.reader = reader
         self.num_replicas = num_replicas
         self.replica = replica
 
     @override
     def __iter__(self) -> Iterator[PackedSequence]:
         """Yield this replica's sequences."""
-        documents = chain.from_iterable(_texts(_load(source), [source]) for source in self.sources)
+        documents = chain.from_iterable(
+            _documents(_load(source, self.reader), [source], self.reader) for source in self.sources
+        )
         sequences = self.packer.pack(documents, fill_last=True)
         while dealt := list(islice(sequences, self.num_replicas)):
             yield dealt[self.replica] if self.replica < len(dealt) else self.packer.empty()
 
 
-def _load(source: StreamSource) -> Any:
-    """Return a source with one column, ``text``."""
+def _load(source: StreamSource, reader: RecordReader) -> Any:
+    """Return a source with the columns that are read, under the reader's names."""
     from datasets import load_dataset
 
+    fields = {_column(source, field): field for field in reader.fields}
     given = {"name": source.name, "split": source.split, "data_files": source.data_files}
     try:
         stream = load_dataset(source.dataset, **given, streaming=True)
         # the library may not know the columns before it has read a document
-        columns = list(stream.column_names or next(iter(stream), [source.text_field]))
+        columns = list(stream.column_names or next(iter(stream), fields))
     except Exception as error:
         # also a plain StopIteration, where a pattern fits no file
         name, split, files = (f"{option} ({value})" for option, value in given.items())
@@ -167,21 +195,29 @@ def _load(source: StreamSource) -> Any:
             f"dataset ({source.dataset}) cannot be read with {name}, {split} and {files}:"
             f" {str(error) or type(error).__name__}"
         ) from None
-    if source.text_field not in columns:
-        raise ValueError(
-            f"text_field ({source.text_field!r}) of dataset {source.dataset} must be one of its columns:"
-            f" {', '.join(columns)}."
-        )
-    stream = stream.select_columns([source.text_field])
-    return stream if source.text_field == "text" else stream.rename_column(source.text_field, "text")
+    for column, field in fields.items():
+        if column not in columns:
+            raise ValueError(f"{_option(source, field)} must be one of its columns: {', '.join(columns)}.")
+    stream = stream.select_columns(list(fields))
+    renamed = {column: field for column, field in fields.items() if column != field}
+    return stream.rename_columns(renamed) if renamed else stream
 
 
-def _mixed(sources: Sequence[StreamSource], seed: int) -> Any:
+def _column(source: StreamSource, field: str) -> str:
+    column: str = getattr(source, f"{field}_field")
+    return column
+
+
+def _option(source: StreamSource, field: str) -> str:
+    return f"{field}_field ({_column(source, field)!r}) of dataset {source.dataset}"
+
+
+def _mixed(sources: Sequence[StreamSource], reader: RecordReader, seed: int) -> Any:
     from datasets import interleave_datasets
 
     streams = []
     for source in sources:
-        stream = _load(source)
+        stream = _load(source, reader)
         is_shuffled = source.shuffle_window > 1
         streams.append(stream.shuffle(seed=seed, buffer_size=source.shuffle_window) if is_shuffled else stream)
     if len(streams) == 1:
@@ -190,13 +226,16 @@ def _mixed(sources: Sequence[StreamSource], seed: int) -> Any:
     return interleave_datasets(streams, probabilities=[source.weight / total for source in sources], seed=seed)
 
 
-def _texts(stream: Iterable[Any], sources: Sequence[StreamSource]) -> Iterator[str]:
-    """Yield the texts of a stream of documents that come from ``sources``."""
-    for document in stream:
-        text = document["text"]
-        if not isinstance(text, str):
-            fields = " or ".join(
-                f"text_field ({source.text_field!r}) of dataset {source.dataset}" for source in sources
-            )
-            raise ValueError(f"{fields} must name a column of texts, and one holds {text!r:.60}.")
-        yield text
+def _documents(stream: Iterable[Any], sources: Sequence[StreamSource], reader: RecordReader) -> Iterator[Document]:
+    """Yield the documents of rows that come from ``sources``."""
+    for row in stream:
+        for field in reader.fields:
+            if not reader.fits(field, row[field]):
+                options = " or ".join(_option(source, field) for source in sources)
+                what = "messages of a role and a content each" if field == "messages" else "texts"
+                raise ValueError(f"{options} must name a column of {what}, and one holds {row[field]!r:.60}.")
+        try:
+            yield reader.read(row)
+        except ValueError as error:
+            names = " or ".join(source.dataset for source in sources)
+            raise ValueError(f"a record of dataset {names} ({str(row):.60}) {error}") from None

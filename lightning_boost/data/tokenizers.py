@@ -18,7 +18,10 @@ class Tokenizer(Protocol):
     """Id of the token that closes a document."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of ``text``, without special tokens."""
+        """Return the ids of ``text``, without special tokens but those that stand in it."""
+
+    def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the ids of ``text``, and behind which of its characters each of them ends."""
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of ``token_ids``, without special tokens."""
@@ -33,6 +36,11 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the bytes of ``text``."""
         return list(text.encode("utf-8"))
+
+    def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the bytes of ``text``, and the place behind each one's character."""
+        ends = [place for place, character in enumerate(text, start=1) for _ in character.encode("utf-8")]
+        return self.encode(text), ends
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of ``token_ids``; ends of documents are dropped, broken bytes are marked ``�``."""
@@ -51,6 +59,10 @@ class TokenizerFile:
 
     num_unused_tokens: int = 0
     """Ids at the end of the vocabulary that text never gives, and that the model has no token for; T5's: 100."""
+
+    chat_template: str | None = None
+    """A Jinja template, or a file that holds one; none: that of ``chat_template.jinja`` or ``tokenizer_config.json``
+    beside the vocabulary, which messages need."""
 
 
 class FileTokenizer:
@@ -100,11 +112,20 @@ class FileTokenizer:
         Raises:
             ValueError: If one of them was said to be unused.
         """
+        ids, _ = self.encode_with_ends(text)
+        return ids
+
+    def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the ids of ``text``, and behind which of its characters each of them ends.
+
+        Raises:
+            ValueError: If one of them was said to be unused.
+        """
         encoding = self._vocabulary.encode(text, add_special_tokens=False)
         ids: list[int] = encoding.ids
         if self.file.num_unused_tokens and max(ids, default=0) >= self.vocab_size:
             self._refuse(text, encoding)
-        return ids
+        return ids, [end for _, end in encoding.offsets]
 
     def _refuse(self, text: str, encoding: Any) -> NoReturn:
         place = next(place for place, token in enumerate(encoding.ids) if token >= self.vocab_size)

@@ -21,6 +21,7 @@ from lightning_utilities.core.imports import RequirementCache
 from lightning_boost.cli import main
 from lightning_boost.config import LlamaConfig, LowRankConfig
 from lightning_boost.cost import count_parameters
+from lightning_boost.data_module import TextDataModule
 from lightning_boost.layout import find_decoder
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.tensor_parallel.check import legal_sizes
@@ -33,6 +34,7 @@ QUICKSTART = RECIPES / "quickstart.yaml"
 MODELS = sorted((RECIPES / "model").glob("*.yaml"))
 LAYOUTS = sorted((RECIPES / "parallel").glob("*.yaml"))
 PRETRAIN = sorted((RECIPES / "pretrain").glob("*.yaml"))
+ANSWERS = RECIPES / "finetune" / "answers.yaml"
 LOGGERS = sorted((RECIPES / "loggers").glob("*.yaml"))
 SEQUENCES, TOKENS = 512, 256
 """Of a step of CoLA's published runs, and of a sequence."""
@@ -247,6 +249,51 @@ def test_a_layout_for_cpus_trains(tmp_path, layout):
         "--trainer.limit_val_batches=1",
         "--model.config.num_hidden_layers=2",
     )
+
+
+@pytest.mark.parametrize("recipe", [QUICKSTART, *PRETRAIN[:1]], ids=lambda recipe: recipe.stem)
+def test_records_take_the_place_of_a_recipe_s_text(recipe):
+    composed = _composed(recipe, ANSWERS)
+    data, trainer = composed["data"], composed["trainer"]
+    assert (data["train_streams"], data["validation_streams"], data["validation_files"]) == ([], [], [])
+    assert (data["records"], data["packing"]) == ("prompt_answer", "separate_documents")
+    assert [callback["class_path"].rpartition(".")[2] for callback in trainer["callbacks"]] == [
+        "TokenThroughput",
+        "ModelCheckpoint",
+        "RunSummary",
+    ]
+    assert trainer["callbacks"][2]["init_args"]["next_command"] is None
+    (file,) = data["train_files"]
+    packed = TextDataModule(
+        train_files=str(ROOT / file), **{name: data[name] for name in ("records", "packing", "sequence_length")}
+    )
+    packed.setup("fit")
+    (said,) = re.findall(r"# (\d+) records", ANSWERS.read_text())
+    assert len((ROOT / file).read_text().splitlines()) == int(said)
+    assert packed.packer.num_skipped == 0
+    # at the end of an epoch the last batch may be short, and is left out
+    num_batches = len(packed.train_set) // data["batch_size"]
+    assert trainer["max_steps"] < trainer["max_epochs"] * num_batches
+    assert trainer["max_steps"] % trainer["val_check_interval"] == 0
+
+
+@pytest.mark.parametrize("layout", [None, "four_cpu_processes"])
+def test_fine_tuning_on_answers_trains_and_validates(tmp_path, layout):
+    (tmp_path / "recipes").symlink_to(RECIPES)
+    _fit(
+        tmp_path,
+        f"--config={QUICKSTART}",
+        f"--config={ANSWERS}",
+        *([f"--config={RECIPES / 'parallel' / layout}.yaml"] if layout else []),
+        "--trainer.max_steps=2",
+        "--trainer.val_check_interval=2",
+        "--model.config.num_hidden_layers=2",
+    )
+    with (tmp_path / "runs/answers/logs/version_0/metrics.csv").open() as file:
+        (loss,) = [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"] and row["step"] != "0"]
+    assert 0.0 < loss < 6.0
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["answers"]
+    assert (tmp_path / "runs/answers/checkpoints/step_2.ckpt").is_dir()
 
 
 def _write_vocabulary(path):

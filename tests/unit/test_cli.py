@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from lightning_boost import cli
 from lightning_boost.cli import main
@@ -52,6 +53,30 @@ def test_wrong_options_are_told_in_one_sentence(capsys, arguments, message):
     assert message in error
     assert "Traceback" not in error
     assert "usage:" not in error
+
+
+def test_a_line_that_cannot_be_read_is_told_before_any_process_starts(capsys, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "a", "answer": ""}\n')
+    for options, message in (
+        ((), f'error: line 1 of {file} must be an object with a "text"'),
+        (
+            ("--data.records=prompt_answer", "--data.packing=one_document"),
+            f"error: line 1 of {file} has an empty answer",
+        ),
+    ):
+        error = _error(capsys, "fit", "--config", str(QUICKSTART), f"--data.train_files={file}", *options)
+        assert message in error
+        assert "Traceback" not in error
+
+
+def test_the_path_of_a_vocabulary_is_a_path_and_no_configuration(capsys, tmp_path):
+    file = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<end>": 1}, unk_token="a")).save(str(file))
+    (tmp_path / "recipe.yaml").write_text(f"data: {{tokenizer: {file}}}")
+    for options in (("--data.tokenizer", str(file)), ("--config", str(tmp_path / "recipe.yaml"))):
+        error = _error(capsys, "fit", "--config", str(QUICKSTART), *options)
+        assert f"error: tokenizer file {file} has none of </s>" in error
 
 
 def test_a_misspelt_key_in_a_file_is_told_with_the_nearest(capsys, tmp_path):
