@@ -110,6 +110,13 @@ WRONG = {
         _with_config(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
         "rope_scaling.rope_type ('yarn') must be",
     ),
+    "another rotary pairing": (DENSE, _with_config(model_type="helium"), "states model_type 'helium', whose rotary"),
+    "layers without positions": (DENSE, _with_config(no_rope_layers=[1, 0]), "config.json states no_rope_layers"),
+    "a part of each head": (
+        DENSE,
+        _with_config(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
+        "config.json states partial_rotary_factor 0.5",
+    ),
     "adapters": (
         DENSE,
         _tensors(lambda found: found.update({"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(1, 64)})),
@@ -194,6 +201,16 @@ def test_a_value_is_cut_along_any_dim(tmp_path):
         for dim, size in enumerate(whole.shape):
             assert torch.equal(value.share(dim, 1, size - 1), whole.narrow(dim, 1, size - 2))
             assert value.share(dim, size, size).shape[dim] == 0
+
+
+def test_the_dynamic_rotary_form_looks_at_the_model_s_context(tmp_path):
+    """As ``transformers`` does, which leaves a training's context in ``rope_scaling`` aside."""
+    folder = shutil.copytree(DATA / DENSE, tmp_path / "in")
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}
+    _with_config(rope_scaling=scaling, max_position_embeddings=16)(folder)
+    found = open_model(folder).config.rope_scaling
+    assert found is not None
+    assert found.original_max_position_embeddings == 16
 
 
 def test_a_tied_head_may_be_written_or_not(tmp_path):
