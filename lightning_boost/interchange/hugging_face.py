@@ -11,7 +11,8 @@ from lightning_boost.interchange.shapes import read_biases
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _NUMBERS = ("num_key_value_heads", "head_dim", "rms_norm_eps", "initializer_range", "attention_dropout")
-_SAME = (*_SIZES, *_NUMBERS, "attention_bias", "mlp_bias", "tie_word_embeddings")
+_FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings")
+_SAME = (*_SIZES, *_NUMBERS, *_FLAGS)
 """Options of the same name and meaning."""
 
 _MUST_BE: dict[str, tuple[Any, ...]] = {
@@ -62,12 +63,26 @@ def read_options(stated: Stated) -> dict[str, Any]:
                 f"config.json states {option} {stated[option]!r}, with which the model computes what this package's"
                 f" does not; it must be {' or '.join(map(repr, allowed))}."
             )
+    _check_types(stated)
     rope: dict[str, Any] = stated.get("rope_parameters") or {}
     _check_rotary(stated, rope)
     options = {name: stated[name] for name in _SAME if stated.get(name) is not None}
     options["rope_theta"] = float(rope.get("rope_theta") or stated.get("rope_theta") or 10000.0)
     options["rope_scaling"] = _rope_scaling(stated.get("rope_scaling") or rope, stated)
     return options
+
+
+def _check_types(stated: Stated) -> None:
+    kinds: list[tuple[tuple[str, ...], Any, str]] = [
+        ((*_NUMBERS, "rope_theta"), int | float, "a number"),
+        (_FLAGS, bool, "true or false"),
+        (("rope_scaling", "rope_parameters"), dict, "an object"),
+    ]
+    for names, kind, words in kinds:
+        for name in names:
+            value = stated.get(name)
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"config.json states {name} {value!r}, and it must be {words}.")
 
 
 def _check_rotary(stated: Stated, rope: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,6 +111,13 @@ WRONG = {
         _with_config(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
         "rope_scaling.rope_type ('yarn') must be",
     ),
+    "no number": (DENSE, _with_config(rms_norm_eps="1e-6"), "states rms_norm_eps '1e-6', and it must be a number"),
+    "no flag": (
+        DENSE,
+        _with_config(tie_word_embeddings="no"),
+        "tie_word_embeddings 'no', and it must be true or false",
+    ),
+    "no scaling": (DENSE, _with_config(rope_scaling="linear"), "rope_scaling 'linear', and it must be an object"),
     "another rotary pairing": (DENSE, _with_config(model_type="helium"), "states model_type 'helium', whose rotary"),
     "layers without positions": (DENSE, _with_config(no_rope_layers=[1, 0]), "config.json states no_rope_layers"),
     "a part of each head": (
@@ -311,6 +319,12 @@ def test_options_of_training_may_be_given_beside_it_and_the_same_sizes_too():
     for config in (LlamaConfig(hidden_dropout=0.1), LlamaConfig(**{**vars(found), "hidden_dropout": 0.1})):
         module = LowRankLanguageModel(config, checkpoint=str(DATA / COLA))
         assert (module.config.hidden_size, module.config.hidden_dropout) == (64, 0.1)
+
+
+def test_a_vocabulary_that_is_not_the_checkpoint_s_is_told():
+    module = LowRankLanguageModel(checkpoint=str(DATA / DENSE))
+    with pytest.raises(ValueError, match=r"vocab_size \(128\) must be .* give the tokenizer that belongs to them"):
+        module.check_vocabulary(SimpleNamespace(vocab_size=257))
 
 
 def test_another_configuration_is_refused():
