@@ -195,7 +195,7 @@ class LowRankLanguageModel(LightningModule):
         if data_vocab_size is not None and data_vocab_size > self.config.vocab_size:
             raise ValueError(
                 f"model.config.vocab_size ({self.config.vocab_size}) must be at least the tokenizer's"
-                f" ({data_vocab_size})."
+                f" ({data_vocab_size}). With weights from a checkpoint give the tokenizer that belongs to them."
             )
 
     @override

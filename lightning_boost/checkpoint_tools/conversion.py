@@ -83,7 +83,7 @@ def convert_model(
         ValueError: If the model cannot be read, ``out`` may not be replaced, or the format cannot hold the model.
     """
     target = format_called(to)
-    check_out(out, overwrite=overwrite)
+    check_out(out, source.path, overwrite=overwrite)
     stated = target.write_config(source.config)
     config = _multiplied(source.config) if target is HF_DENSE else source.config
     values = {name: _value(name, source.values) for name, _ in parameters_of(config)}

@@ -52,9 +52,7 @@ def export_checkpoint(
     """
     stored = StoredCheckpoint(path, check_sums=True)
     stored.check_files()
-    if stored.path.resolve() in out.resolve().parents:
-        raise ValueError(f"{out} lies inside the checkpoint, and would be removed with it. Choose another place.")
-    check_out(out, overwrite=overwrite)
+    check_out(out, stored.path, overwrite=overwrite)
     tensors, left_out = _tensors_to_export(stored)
     total = sum(tensor.num_bytes for tensor in tensors.values())
     done = 0

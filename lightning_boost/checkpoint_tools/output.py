@@ -25,12 +25,18 @@ COMPANIONS = (
 """What else a directory of weights may hold."""
 
 
-def check_out(out: Path, *, overwrite: bool) -> None:
-    """Check that a directory may be made, or replaced.
+def check_out(out: Path, source: Path, *, overwrite: bool) -> None:
+    """Check that a directory may be made of what is read at ``source``, or replaced by it.
 
     Raises:
-        ValueError: If it exists and is not to be replaced, or holds what this package does not write.
+        ValueError: If it exists and is not to be replaced, holds what this package does not write, is where the source
+            is, or lies inside it.
     """
+    folder = (source.parent if source.is_file() else source).resolve()
+    if out.resolve() == folder:
+        raise ValueError(f"{out} holds the model that is read, and is not replaced. Choose another directory.")
+    if source.is_dir() and folder in out.resolve().parents:
+        raise ValueError(f"{out} lies inside {source}, and would be removed with it. Choose another directory.")
     if not out.exists():
         return
     if not overwrite:

@@ -37,7 +37,8 @@ class BottleneckRule:
         given = {name: value for name, value in vars(self).items() if value is not None}
         if len(given) != 1:
             raise ValueError(
-                f"one of {', '.join(vars(self))} must be given to factorize, and {' and '.join(given) or 'none'} is."
+                f"exactly one of {', '.join(vars(self))} must be given to factorize;"
+                f" given: {', '.join(given) or 'none'}."
             )
         if self.bottleneck_size is not None and (type(self.bottleneck_size) is not int or self.bottleneck_size < 1):
             raise ValueError(f"bottleneck_size ({self.bottleneck_size!r}) must be a whole number of at least 1.")
@@ -98,7 +99,7 @@ def factorize(weight: Tensor, rule: BottleneckRule, moment: Tensor | None = None
         root = _cholesky(moment).to(weight.dtype)
         left, values, right = _svd(weight @ root)
         size = rule.size_for((weight.shape[0], weight.shape[1]), values)
-        whitened_error = (values[size:].square().sum() / values.square().sum().clamp(min=1e-300)).sqrt().item()
+        whitened_error = (values[size:].norm() / values.norm().clamp(min=1e-30)).item()
         cut = values[:size].sqrt()[:, None] * right[:size]
         factor_a = torch.linalg.solve_triangular(root, cut, upper=False, left=False)
     factor_b = left[:, :size] * values[:size].sqrt()

@@ -25,6 +25,7 @@ from lightning_boost.interchange.detect import format_called
 from lightning_boost.interchange.pickles import sha256
 
 _CALIBRATION_LENGTH = 512
+_CALIBRATION_TOKENS = 32768
 
 
 def convert(
@@ -37,10 +38,10 @@ def convert(
     bottleneck_size: int | None = None,
     keep_ratio: float | None = None,
     energy: float | None = None,
-    calibration: Sequence[str] = (),
-    calibration_tokens: int = 32768,
+    calibration: str | Sequence[str] = (),
+    calibration_tokens: int | None = None,
     tokenizer: str | None = None,
-    dtype: Literal["float32", "float64"] = "float32",
+    dtype: Literal["float32", "float64"] | None = None,
     trust_pickle: bool = False,
     max_shard_gib: float = 5.0,
     overwrite: bool = False,
@@ -60,10 +61,10 @@ def convert(
         bottleneck_size: Width of every bottleneck.
         keep_ratio: Instead, the share of a matrix' parameters that its factors have at most.
         energy: Instead, the share of squared singular values that are kept at least.
-        calibration: Text files for which the factors are to be good; none: for any input alike.
-        calibration_tokens: How much of them is looked at.
+        calibration: One text file, or several, for which the factors are to be good; none: for any input alike.
+        calibration_tokens: How much of them is looked at; 32768 if not given.
         tokenizer: Of that text; none: the tokenizer.json beside SRC.
-        dtype: To factorise in.
+        dtype: To factorise in; float32 if not given.
         trust_pickle: Read files that can run code as they are read; each is named with its SHA-256.
         max_shard_gib: Size above which there are several files, and an index of them.
         overwrite: Whether to replace an earlier result of that name.
@@ -72,18 +73,21 @@ def convert(
     if max_shard_gib <= 0:
         raise ValueError(f"max_shard_gib ({max_shard_gib}) must be above 0.")
     rule = _rule(factorize, bottleneck_size=bottleneck_size, keep_ratio=keep_ratio, energy=energy)
-    if calibration and rule is None:
-        raise ValueError("calibration means nothing without --factorize svd.")
+    texts = [calibration] if isinstance(calibration, str) else list(calibration)
+    if rule is None:
+        _refuse("--factorize svd", calibration=texts or None, dtype=dtype)
+    if not texts:
+        _refuse("calibration", calibration_tokens=calibration_tokens, tokenizer=tokenizer)
     format_called(to)
-    check_out(Path(out), overwrite=overwrite)
+    check_out(Path(out), Path(src), overwrite=overwrite)
     source = open_any(Path(src), format_name=from_, on_pickle=_tell_of_pickle if trust_pickle else None)
     source_format, dense, report = source.format.name, None, list[FactorizedProjection]()
     if rule is not None:
-        tokens = _calibration_text(calibration, tokenizer, Path(src), calibration_tokens) if calibration else None
+        tokens = _calibration_text(texts, tokenizer, Path(src), calibration_tokens) if texts else None
         dense = probe(source.config, source.values)
         with progress_bar("factorizing layers", in_bytes=False) as on_layer:
             source, report = factorize_model(
-                source, rule, tokens=tokens, dtype=getattr(torch, dtype), on_layer=on_layer
+                source, rule, tokens=tokens, dtype=getattr(torch, dtype or "float32"), on_layer=on_layer
             )
         _show_factors(report, is_aside=json)
     with progress_bar("writing") as on_bytes:
@@ -116,14 +120,21 @@ def convert(
 def _rule(factorize: str | None, **given: float | None) -> BottleneckRule | None:
     if factorize is not None:
         return BottleneckRule(**given)  # type: ignore[arg-type]
-    named = [name for name, value in given.items() if value is not None]
-    if named:
-        raise ValueError(f"{named[0]} means nothing without --factorize svd.")
+    _refuse("--factorize svd", **given)
     return None
 
 
-def _calibration_text(files: Sequence[str], tokenizer: str | None, src: Path, num_tokens: int) -> Tensor:
+def _refuse(missing: str, **given: object) -> None:
+    """Refuse options that are given without the one on which they depend."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} means nothing without {missing}.")
+
+
+def _calibration_text(files: Sequence[str], tokenizer: str | None, src: Path, num_tokens: int | None) -> Tensor:
     """Return the first tokens of some files, ``[N, T]``."""
+    if num_tokens is None:
+        num_tokens = _CALIBRATION_TOKENS
     if num_tokens < 2:
         raise ValueError(f"calibration_tokens ({num_tokens}) must be at least 2.")
     check_files(files)

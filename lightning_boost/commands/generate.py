@@ -130,6 +130,7 @@ class _Writer(LowRankLanguageModel):
     def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:  # type: ignore[override]
         """Continue the prompt ``[1, T]``; return the tokens that follow."""
         started = time.perf_counter()
+        self._prompt_ids: list[int] = batch[0].tolist()
         token_ids: list[int] = []
         cache = KeyValueCache(self.config.num_hidden_layers)
         for token in generate(self.model, batch, self.num_tokens, sampling=self.sampling, cache=cache):
@@ -143,7 +144,9 @@ class _Writer(LowRankLanguageModel):
 
     def _write(self, token_ids: list[int], *, is_end: bool = False) -> None:
         """Show what is new of the text, in process 0; a character only when it is whole."""
-        text = self.vocabulary.decode(token_ids)
+        # together: some vocabularies drop the space before the first word that they are given
+        whole = self.vocabulary.decode(self._prompt_ids + token_ids)
+        text = whole[len(self.vocabulary.decode(self._prompt_ids)) :]
         if not is_end and text.endswith(_UNFINISHED):
             return
         if self.trainer.is_global_zero:

@@ -11,7 +11,8 @@ from lightning_boost.interchange.shapes import read_biases
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _NUMBERS = ("num_key_value_heads", "head_dim", "rms_norm_eps", "initializer_range", "attention_dropout")
-_SAME = (*_SIZES, *_NUMBERS, "attention_bias", "mlp_bias", "tie_word_embeddings")
+_FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings")
+_SAME = (*_SIZES, *_NUMBERS, *_FLAGS)
 """Options of the same name and meaning."""
 
 _MUST_BE: dict[str, tuple[Any, ...]] = {
@@ -31,6 +32,16 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
 }
 """Options with which a model of LLaMA's names computes something else, and the values with which it does not."""
+
+_OTHER_ROTARY = ("ernie4_5", "helium")
+"""Models of LLaMA's names, shapes and options that turn neighbouring features by one angle; nothing but this tells."""
+
+_ROPE_NAMES = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
+"""What each kind of scaling takes; the dynamic one takes the training's context to be ``max_position_embeddings``."""
 
 _NO_OPTION = {"label_smoothing": 0.0, "hidden_dropout": 0.0}
 
@@ -52,22 +63,55 @@ def read_options(stated: Stated) -> dict[str, Any]:
                 f"config.json states {option} {stated[option]!r}, with which the model computes what this package's"
                 f" does not; it must be {' or '.join(map(repr, allowed))}."
             )
-    options = {name: stated[name] for name in _SAME if stated.get(name) is not None}
+    _check_types(stated)
     rope: dict[str, Any] = stated.get("rope_parameters") or {}
+    _check_rotary(stated, rope)
+    options = {name: stated[name] for name in _SAME if stated.get(name) is not None}
     options["rope_theta"] = float(rope.get("rope_theta") or stated.get("rope_theta") or 10000.0)
     options["rope_scaling"] = _rope_scaling(stated.get("rope_scaling") or rope, stated)
     return options
+
+
+def _check_types(stated: Stated) -> None:
+    kinds: list[tuple[tuple[str, ...], Any, str]] = [
+        ((*_NUMBERS, "rope_theta"), int | float, "a number"),
+        (_FLAGS, bool, "true or false"),
+        (("rope_scaling", "rope_parameters"), dict, "an object"),
+    ]
+    for names, kind, words in kinds:
+        for name in names:
+            value = stated.get(name)
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"config.json states {name} {value!r}, and it must be {words}.")
+
+
+def _check_rotary(stated: Stated, rope: Mapping[str, Any]) -> None:
+    """Check what tensors cannot tell: that each layer turns all features of a head, as LLaMA pairs them."""
+    if stated.get("model_type") in _OTHER_ROTARY:
+        raise ValueError(
+            f"config.json states model_type {stated['model_type']!r}, whose rotary embedding pairs neighbouring"
+            " features: with LLaMA's names another network."
+        )
+    if not all(stated.get("no_rope_layers") or ()):
+        raise ValueError(
+            "config.json states no_rope_layers with a 0: layers without a rotary embedding, which this package's model"
+            " does not have."
+        )
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise ValueError(
+            f"config.json states partial_rotary_factor {rope['partial_rotary_factor']!r} in rope_parameters, with which"
+            " the model computes what this package's does not; it must be None or 1.0."
+        )
 
 
 def _rope_scaling(scaling: Mapping[str, Any], stated: Stated) -> RopeScaling | None:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return None
-    names = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    names = _ROPE_NAMES.get(kind, ("factor",))
     given = {name: scaling[name] for name in names if scaling.get(name) is not None}
     if kind == "dynamic":
-        # the context of the training is then that of the model
-        given.setdefault("original_max_position_embeddings", stated.get("max_position_embeddings", 2048))
+        given["original_max_position_embeddings"] = stated.get("max_position_embeddings") or 2048
     if "factor" not in given:
         raise ValueError(f"config.json states rope_scaling of type {kind!r} without a factor.")
     return RopeScaling(rope_type=kind, **given)
@@ -84,12 +128,17 @@ def write_options(config: LlamaConfig, model_type: str, architecture: str) -> di
         **{name: getattr(config, name) for name in _SAME},
         **resolved,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None if scaling is None else asdict(scaling),
+        "rope_scaling": None if scaling is None else _stated_scaling(scaling),
         "max_position_embeddings": 2048,
     }
     if scaling is not None and scaling.rope_type == "dynamic":
         options["max_position_embeddings"] = scaling.original_max_position_embeddings
     return options
+
+
+def _stated_scaling(scaling: RopeScaling) -> dict[str, Any]:
+    values = asdict(scaling)
+    return {name: values[name] for name in ("rope_type", *_ROPE_NAMES[scaling.rope_type])}
 
 
 def check_outer_activation(config: LlamaConfig, format_name: str) -> None:

@@ -66,7 +66,8 @@ def _write_svd_llm(config: LlamaConfig) -> dict[str, Any]:
             f"svd_llm cannot hold dense projections, of which this model has {num_dense}: there each is a pair of"
             " factors. Take --to asvd or boost."
         )
-    return write_options(config, "llama", "LlamaForCausalLM")
+    # not LLaMA's own class, which would load it with random projections and no error
+    return write_options(config, "svd_llm_llama", "SVDLlamaForCausalLM")
 
 
 def _write_asvd(config: LlamaConfig) -> dict[str, Any]:

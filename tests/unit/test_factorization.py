@@ -93,6 +93,13 @@ def test_the_other_way_to_singular_values_gives_the_same(monkeypatch):
         torch.testing.assert_close(found.factor_b @ found.factor_a, plain.factor_b @ plain.factor_a)
 
 
+@pytest.mark.parametrize("moment", [None, torch.eye(6, dtype=torch.float64)])
+def test_a_matrix_of_zeros_loses_nothing(moment):
+    factors = factorize(torch.zeros(4, 6), BottleneckRule(bottleneck_size=2), moment)
+    assert factors.error == 0.0
+    assert factors.output_error in (None, 0.0)
+
+
 def test_values_that_overflow_are_told():
     with pytest.raises(ValueError, match="singular values cannot be computed"):
         factorize(torch.full((4, 4), 3e38), BottleneckRule(bottleneck_size=2))
@@ -101,8 +108,8 @@ def test_values_that_overflow_are_told():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "one of bottleneck_size, keep_ratio, energy must be given to factorize, and none is"),
-        ({"energy": 0.5, "keep_ratio": 0.5}, "and keep_ratio and energy is"),
+        ({}, "one of bottleneck_size, keep_ratio, energy must be given to factorize; given: none"),
+        ({"energy": 0.5, "keep_ratio": 0.5}, "given: keep_ratio, energy"),
         ({"bottleneck_size": 0}, r"bottleneck_size \(0\) must be a whole number"),
         ({"bottleneck_size": 2.0}, r"bottleneck_size \(2.0\) must be a whole number"),
         ({"keep_ratio": 1.5}, r"keep_ratio \(1.5\) must be above 0 and at most 1"),
@@ -203,7 +210,8 @@ def _run(capsys, *arguments):
 def test_the_command_shows_what_is_lost(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(32 + index % 90) for index in range(0, 4000, 7)))
-    options = ["--factorize", "svd", "--keep_ratio", 0.6, f"--calibration=[{text}]", "--tokenizer", "bytes"]
+    # one file needs no list
+    options = ["--factorize", "svd", "--keep_ratio", 0.6, "--calibration", text, "--tokenizer", "bytes"]
     code, said = _run(capsys, DENSE, tmp_path / "out", *options, "--calibration_tokens", 128, "--json")
     assert code == 0, said.err
     result = json.loads(said.out)
@@ -234,6 +242,12 @@ def test_a_factorized_model_goes_to_the_formats_of_others(tmp_path, capsys):
         (["--factorize", "svd", "--energy", 0.9, "--calibration", "[nothing.txt]"], "nothing.txt"),
         (["--factorize", "svd", "--energy", 0.9, "--calibration", "[README.md]"], "tokenizer must be given"),
         (["--calibration", "[README.md]"], "calibration means nothing without"),
+        (["--dtype", "float64"], "dtype means nothing without --factorize svd"),
+        (["--tokenizer", "bytes"], "tokenizer means nothing without calibration"),
+        (
+            ["--factorize", "svd", "--energy", 0.9, "--calibration_tokens", 9],
+            "calibration_tokens means nothing without",
+        ),
         (["--factorize", "qr", "--energy", 0.9], "factorize"),
     ],
 )

@@ -3,9 +3,11 @@
 import contextlib
 import io
 import json
+import re
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from lightning_boost.cli import main
 from lightning_boost.interchange.source import open_model
@@ -63,6 +65,17 @@ def test_json_is_alone_on_standard_output():
     assert result["text"] in err
     assert (result["prompt"], result["num_tokens"]) == (PROMPT, 5)
     assert result["tokens_per_second"] > 0
+
+
+def test_a_space_between_prompt_and_text_is_kept(tmp_path):
+    """A SentencePiece-like vocabulary drops the space before a text's first word, and only there."""
+    vocabulary = Tokenizer(models.WordLevel({**{f"▁w{index}": index for index in range(127)}, "</s>": 127}))
+    vocabulary.pre_tokenizer, vocabulary.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    vocabulary.save(str(tmp_path / "tokenizer.json"))
+    arguments = ["--prompt", "w1 w2", "--tokenizer", tmp_path / "tokenizer.json", "--num_tokens", 3]
+    ((code, out, err),) = run_processes(_said, 1, DATA / "cola_latent_only", *arguments)
+    assert code == 0, err
+    assert re.fullmatch(r"( w\d+){3}\n", out)
 
 
 @pytest.mark.parametrize(

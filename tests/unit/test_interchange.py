@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,6 +111,20 @@ WRONG = {
         _with_config(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
         "rope_scaling.rope_type ('yarn') must be",
     ),
+    "no number": (DENSE, _with_config(rms_norm_eps="1e-6"), "states rms_norm_eps '1e-6', and it must be a number"),
+    "no flag": (
+        DENSE,
+        _with_config(tie_word_embeddings="no"),
+        "tie_word_embeddings 'no', and it must be true or false",
+    ),
+    "no scaling": (DENSE, _with_config(rope_scaling="linear"), "rope_scaling 'linear', and it must be an object"),
+    "another rotary pairing": (DENSE, _with_config(model_type="helium"), "states model_type 'helium', whose rotary"),
+    "layers without positions": (DENSE, _with_config(no_rope_layers=[1, 0]), "config.json states no_rope_layers"),
+    "a part of each head": (
+        DENSE,
+        _with_config(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
+        "config.json states partial_rotary_factor 0.5",
+    ),
     "adapters": (
         DENSE,
         _tensors(lambda found: found.update({"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(1, 64)})),
@@ -194,6 +209,16 @@ def test_a_value_is_cut_along_any_dim(tmp_path):
         for dim, size in enumerate(whole.shape):
             assert torch.equal(value.share(dim, 1, size - 1), whole.narrow(dim, 1, size - 2))
             assert value.share(dim, size, size).shape[dim] == 0
+
+
+def test_the_dynamic_rotary_form_looks_at_the_model_s_context(tmp_path):
+    """As ``transformers`` does, which leaves a training's context in ``rope_scaling`` aside."""
+    folder = shutil.copytree(DATA / DENSE, tmp_path / "in")
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}
+    _with_config(rope_scaling=scaling, max_position_embeddings=16)(folder)
+    found = open_model(folder).config.rope_scaling
+    assert found is not None
+    assert found.original_max_position_embeddings == 16
 
 
 def test_a_tied_head_may_be_written_or_not(tmp_path):
@@ -294,6 +319,12 @@ def test_options_of_training_may_be_given_beside_it_and_the_same_sizes_too():
     for config in (LlamaConfig(hidden_dropout=0.1), LlamaConfig(**{**vars(found), "hidden_dropout": 0.1})):
         module = LowRankLanguageModel(config, checkpoint=str(DATA / COLA))
         assert (module.config.hidden_size, module.config.hidden_dropout) == (64, 0.1)
+
+
+def test_a_vocabulary_that_is_not_the_checkpoint_s_is_told():
+    module = LowRankLanguageModel(checkpoint=str(DATA / DENSE))
+    with pytest.raises(ValueError, match=r"vocab_size \(128\) must be .* give the tokenizer that belongs to them"):
+        module.check_vocabulary(SimpleNamespace(vocab_size=257))
 
 
 def test_another_configuration_is_refused():
