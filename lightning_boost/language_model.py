@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_boost.config import TRAINING_OPTIONS, LlamaConfig, llama_config, structure
 from lightning_boost.gradients import global_gradient_norm
-from lightning_boost.interchange.source import open_model
+from lightning_boost.interchange.source import carried_options, open_model
 from lightning_boost.model.initialization import initialize
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.model.loss import count_valid, next_tokens
@@ -128,6 +128,8 @@ class LowRankLanguageModel(LightningModule):
                 "trained_parameters": list(trained_parameters),
                 "frozen_parameters": list(frozen_parameters),
                 "learning_rate_factors": dict(learning_rate_factors or {}),
+                # for whoever reads the model again in its own format
+                "source_options": {} if source is None else carried_options(source.stated),
             }
         )
         self.config = config

@@ -66,7 +66,8 @@ def describe_run(stored: StoredCheckpoint, format_name: str | None = None) -> So
     Raises:
         ValueError: If the run has not noted its model's configuration, or that of another one.
     """
-    options = stored.trainer_state.get("hyper_parameters", {}).get("config")
+    hyper_parameters = stored.trainer_state.get("hyper_parameters", {})
+    options = hyper_parameters.get("config")
     if not options or not isinstance(options, Mapping):
         raise ValueError(
             f"checkpoint {stored.path}: the run has not noted its model's configuration (save_hyperparameters with a"
@@ -77,4 +78,5 @@ def describe_run(stored: StoredCheckpoint, format_name: str | None = None) -> So
     tensors = {
         names[name]: RunTensor(stored, tensor) for name, tensor in stored.model_tensors.items() if name not in ties
     }
-    return describe(stored.path, tensors, state_options(options), format_name)
+    stated = {**hyper_parameters.get("source_options", {}), **state_options(options)}
+    return describe(stored.path, tensors, stated, format_name)

@@ -1,5 +1,6 @@
 """Models of other projects start on any layout from the weights in their files, each process from its part of them."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -209,6 +210,9 @@ def _check_way_back(saved, out):
     converted = convert_model(open_any(saved), out, to="svd_llm", max_shard_bytes=2**30)
     assert converted.source_format == "boost"
     assert converted.max_logit_difference == 0.0
+    was, now = (json.loads((folder / "config.json").read_text()) for folder in (DATA / "svd_llm_uneven", out))
+    for name in ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"):
+        assert now[name] == was[name]
     stored = StoredCheckpoint(saved)
     for name, value in open_model(out).values.items():
         assert torch.equal(value.whole(), stored.read_tensor(stored.model_tensors[f"model.{name}"]))
