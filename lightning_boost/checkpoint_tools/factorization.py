@@ -13,7 +13,8 @@ from lightning_boost.checkpoint_tools.svd import BottleneckRule, Factors, factor
 from lightning_boost.config import PROJECTIONS, LlamaConfig, LowRankConfig
 from lightning_boost.interchange.keys import EMBEDDING, owner
 from lightning_boost.interchange.own import BOOST
-from lightning_boost.interchange.source import MemoryValue, SourceModel, SourceValue
+from lightning_boost.interchange.pickles import HeldTensor
+from lightning_boost.interchange.source import SourceModel, SourceValue
 from lightning_boost.model.llama import DecoderLayer
 from lightning_boost.model.rotary import rotary_tables
 
@@ -91,7 +92,7 @@ def _low_rank(config: LlamaConfig, sizes: dict[str, int | Literal["dense"]]) -> 
 
 
 def _replace_by_factors(
-    values: dict[str, SourceValue | MemoryValue],
+    values: dict[str, SourceValue],
     name: str,
     rule: BottleneckRule,
     moment: Tensor | None,
@@ -102,8 +103,9 @@ def _replace_by_factors(
         factors = factorize(dense.whole().to(dtype), rule, moment)
     except ValueError as error:
         raise ValueError(f"{name}.weight cannot be factorized: {error}") from None
-    values[f"{name}.factor_a.weight"] = MemoryValue(factors.factor_a.to(dense.dtype))
-    values[f"{name}.factor_b.weight"] = MemoryValue(factors.factor_b.to(dense.dtype))
+    for key, factor in (("factor_a", factors.factor_a), ("factor_b", factors.factor_b)):
+        held = HeldTensor(factor.to(dense.dtype))
+        values[f"{name}.{key}.weight"] = SourceValue(dense.path, dense.key, held, is_transposed=False)
     if f"{name}.bias" in values:
         values[f"{name}.factor_b.bias"] = values.pop(f"{name}.bias")
     return factors

@@ -34,7 +34,7 @@ class PickledTensor:
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A tensor of a file that had to be unpickled whole."""
+    """A tensor in memory: one that was made, or that a file had to be unpickled whole for."""
 
     tensor: Tensor
 

@@ -63,38 +63,13 @@ class SourceValue:
 
 
 @dataclass(frozen=True)
-class MemoryValue:
-    """A parameter's value that is in memory."""
-
-    tensor: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As the model has it."""
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the value."""
-        return self.tensor.dtype
-
-    def whole(self) -> Tensor:
-        """Return it."""
-        return self.tensor
-
-    def share(self, dim: int, start: int, stop: int, scratch: Tensor | None = None) -> Tensor:
-        """Return a part of it."""
-        return self.tensor.narrow(dim, start, stop - start)
-
-
-@dataclass(frozen=True)
 class SourceModel:
     """A model in files."""
 
     path: Path
     format: Format
     config: LlamaConfig
-    values: Mapping[str, SourceValue | MemoryValue]
+    values: Mapping[str, SourceValue]
     """Of the model's parameters, by their names; of weights in two places the first."""
 
     stated: Stated
