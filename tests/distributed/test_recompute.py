@@ -33,12 +33,12 @@ LOW_RANK, BLOCK = RecomputeOptions(kind="low_rank"), RecomputeOptions(kind="bloc
 WITH_ATTENTION = RecomputeOptions(kind="low_rank", keep_attention=True)
 
 
-def _model(config, recompute, *, data_axis="replicate", pipeline=None, **sizes):
+def _model(config, recompute, *, data_axis="replicate", options=None, **sizes):
     model = meta_model(config)
     mesh = build_mesh(ParallelSizes(**{f"{axis}_parallel_size": size for axis, size in sizes.items()}), "cpu")
-    options = PipelineOptions(**(pipeline or {}))
+    pipeline = PipelineOptions(**(options or {}))
     decoder = find_decoder(model)
-    parallelize(decoder, mesh, device=CPU, seed=SEED, data_axis=data_axis, pipeline=options, recompute=recompute)
+    parallelize(decoder, mesh, device=CPU, seed=SEED, data_axis=data_axis, pipeline=pipeline, recompute=recompute)
     return model, mesh
 
 
