@@ -178,7 +178,7 @@ def _recomputed(layer_class: type[nn.Module], contexts: Callable[[], Any]) -> ty
 
 @contextmanager
 def _autocast_without_cache() -> Iterator[None]:
-    """Let autocast cast weights in every run: the operators of both must be the same ones."""
+    """Let autocast cast weights in every run: what an earlier call has cast, the second run would not find cast."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -191,7 +191,7 @@ def _make_no_cache(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """Before a Hugging Face decoder: training makes a cache by default, which nobody reads."""
     parameters = inspect.signature(model.forward).parameters
     given = dict(zip(parameters, args, strict=False)) | kwargs
-    is_asked = any(given.get(name) is not None for name in ("use_cache", "past_key_values"))
+    is_asked = any(given.get(name) is not None for name in ("use_cache", *_CACHES))
     if torch.is_grad_enabled() and "use_cache" in parameters and not is_asked:
         kwargs = kwargs | {"use_cache": False}
     return args, kwargs
