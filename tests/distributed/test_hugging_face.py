@@ -150,7 +150,7 @@ def _life(family, strategy, loss_from="model", options=None, checkpointing=False
         (
             "mistral",
             {"tensor_parallel_size": 2, "data_axis": "shard", "data_parallel_size": 2, "recompute": "low_rank"},
-            "training_step",
+            "model",
         ),
     ],
 )
