@@ -26,6 +26,8 @@ from lightning_boost.pipeline_parallel.schedule import Pipeline, install_pipelin
 from lightning_boost.pipeline_parallel.split import plan_stages
 from lightning_boost.pipeline_parallel.stage import Stage, cut_to_stages
 from lightning_boost.random_streams import RandomStreams
+from lightning_boost.recompute import RecomputeOptions, recompute_layers
+from lightning_boost.tensor_parallel.library import COMMUNICATING
 from lightning_boost.tensor_parallel.scheme import scheme_for
 
 
@@ -37,6 +39,7 @@ def parallelize(
     seed: int,
     data_axis: DataAxis = "replicate",
     pipeline: PipelineOptions | None = None,
+    recompute: RecomputeOptions | None = None,
 ) -> None:
     """Spread a one-process decoder over the mesh, in place; names and global shapes of its parameters stay.
 
@@ -49,6 +52,7 @@ def parallelize(
         seed: The same on every process.
         data_axis: How the replicas of the data axis keep parameters.
         pipeline: How layers and batches are cut, where the pipeline axis has more than one process.
+        recompute: Which activations are computed again in backward; ``None``: none.
     """
     scheme, root, options = scheme_for(decoder), decoder.root, pipeline or PipelineOptions()
     tensor_mesh, has_own_loss = mesh[TENSOR_AXIS], decoder.own_loss is not None
@@ -60,6 +64,7 @@ def parallelize(
     materialize(root, tensor_mesh, placements, device=device, seed=seed, absent=plan.absent_parts(decoder))
     if is_split:
         scheme.swap(decoder, register_group(tensor_mesh.get_group()))
+    recompute_layers(decoder, recompute or RecomputeOptions(), COMMUNICATING)
     stages = cut_to_stages(decoder, plan, width) if is_piped else []
     if is_piped:
         mark_as_parts(root.parameters())

@@ -102,14 +102,17 @@ class RandomStreams:
     def _enter_split(self, *_: Any) -> None:
         if self._split is None:
             self._split = self._enter(*self._place_of_share)
-            self._is_used |= self._model is not None and _differ(self._split.around, self._last)
+            if self._model is not None and not _is_second_run():
+                self._is_used |= _differ(self._split.around, self._last)
 
     def _leave_split(self, *_: Any) -> None:
         region, self._split = self._split, None
-        if region is not None:
+        if region is None:
+            return
+        if not _is_second_run():
             self._is_used |= _differ(self._state(), region.own)
-            self._restore(region.around_behind)
             self._last = region.around_behind
+        self._restore(region.around_behind)
 
     def _enter(self, place: int, num_places: int) -> _Region:
         around = self._state()
@@ -134,6 +137,14 @@ class RandomStreams:
         torch.set_rng_state(states[0])
         if self._device.type != "cpu":
             torch.get_device_module(self._device).set_rng_state(states[1])
+
+
+def _is_second_run() -> bool:
+    """Tell whether backward runs a part of the model again: what that draws has been counted, and goes back after it.
+
+    On a pipeline this happens within the model's forward.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 def _place(mesh: DeviceMesh, *axes: str) -> tuple[int, int]:

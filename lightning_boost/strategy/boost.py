@@ -22,6 +22,7 @@ from lightning_boost.gradients import clip_gradients_by_norm, scale_gradients
 from lightning_boost.layout import Decoder, DecoderLayout
 from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, AutoSize, ParallelSizes, build_mesh
 from lightning_boost.pipeline_parallel.options import PipelineOptions, Schedule
+from lightning_boost.recompute import Recompute, RecomputeOptions
 from lightning_boost.strategy.accumulation import short_window_factor
 from lightning_boost.strategy.faults import PeerWatch, watch_starter
 from lightning_boost.strategy.lightning_internals import (
@@ -68,13 +69,18 @@ class BoostParallelStrategy(ResumableStrategy):
         num_microbatches: Parts of a batch; ``None``: the most, up to four for each stage, that divide it.
         virtual_stages: Stages on each process; above 1 with ``"interleaved_1f1b"``.
         layers_per_stage: Number of layers of each stage; ``None``: balanced by their cost.
+        recompute: Activations that are computed again in backward instead of being kept: ``"none"``, all of a block but
+            its input and latents (``"low_rank"``: no collective runs twice), or all of it (``"block"``).
+        recompute_every: In which blocks: every so many, or a share of them below 1.
+        keep_attention: Whether ``"low_rank"`` keeps attention's output too.
         save_in_background: Whether training goes on while a checkpoint is written, from copies of all states.
         layout: Names of the decoder's parts, where they are not LLaMA's.
         process_group_backend: ``None``: NCCL on GPUs, gloo on the CPU.
         timeout: After which a collective that a process does not join is an error.
 
     Raises:
-        ValueError: If a size is neither ``"auto"`` nor a whole number of at least 1, or the data axis is unknown.
+        ValueError: If a size is neither ``"auto"`` nor a whole number of at least 1, the data axis is unknown, or an
+            option of pipeline or recompute is out of range.
     """
 
     strategy_name = "boost"
@@ -92,6 +98,9 @@ class BoostParallelStrategy(ResumableStrategy):
         num_microbatches: int | None = None,
         virtual_stages: int = 1,
         layers_per_stage: Sequence[int] | None = None,
+        recompute: Recompute = "none",
+        recompute_every: float = 1,
+        keep_attention: bool = False,
         save_in_background: bool = False,
         layout: DecoderLayout | None = None,
         process_group_backend: str | None = None,
@@ -110,6 +119,7 @@ class BoostParallelStrategy(ResumableStrategy):
                 virtual_stages=virtual_stages,
                 layers_per_stage=layers_per_stage,
             ),
+            recompute=RecomputeOptions(kind=recompute, every=recompute_every, keep_attention=keep_attention),
         )
         self.sizes = ParallelSizes()
         """The mesh's sizes, once set up."""

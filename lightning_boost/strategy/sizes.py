@@ -11,6 +11,7 @@ from lightning_boost.layout import Decoder
 from lightning_boost.mesh import AutoSize, ParallelSizes
 from lightning_boost.pipeline_parallel.options import PipelineOptions
 from lightning_boost.pipeline_parallel.split import check_pipeline
+from lightning_boost.recompute import RecomputeOptions, check_layers
 from lightning_boost.tensor_parallel.check import check_tensor_size, legal_sizes
 from lightning_boost.tensor_parallel.scheme import scheme_for
 
@@ -30,6 +31,7 @@ class RequestedSizes:
     pipeline_parallel_size: int
     data_axis: DataAxis
     pipeline: PipelineOptions
+    recompute: RecomputeOptions
 
     def __post_init__(self) -> None:
         ParallelSizes(**self._given())
@@ -41,6 +43,8 @@ class RequestedSizes:
                 "pipeline_schedule, num_microbatches, virtual_stages and layers_per_stage mean nothing with"
                 " pipeline_parallel_size 1, and are not used."
             )
+        if self.recompute.kind == "none" and self.recompute != RecomputeOptions():
+            rank_zero_warn("recompute_every and keep_attention mean nothing with recompute 'none', and are not used.")
 
     def _given(self) -> dict[str, int]:
         names = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
@@ -89,6 +93,9 @@ class RequestedSizes:
             for name, value in vars(self.pipeline).items():
                 option = "pipeline_schedule" if name == "schedule" else name
                 there[option] = getattr(before.pipeline, name), value
+        for name, value in vars(self.recompute).items():
+            option = {"kind": "recompute", "every": "recompute_every"}.get(name, name)
+            there[option] = getattr(before.recompute, name), value
         for name, (value, wanted) in there.items():
             if wanted != value:
                 raise ValueError(
@@ -129,6 +136,8 @@ class RequestedSizes:
             scheme_for(decoder).check(decoder)
         if pipeline > 1:
             check_pipeline(decoder, pipeline, self.pipeline)
+        if self.recompute.kind != "none":
+            check_layers(decoder)
         return sizes
 
 

@@ -71,6 +71,7 @@ def spread_over_mesh(
         seed=strategy.broadcast(torch.initial_seed()),
         data_axis=requested.data_axis,
         pipeline=requested.pipeline,
+        recompute=requested.recompute,
     )
     decoder.root.__dict__[_SPREAD] = Spread(decoder, sizes, requested)
     if before is not None:

@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 NAMESPACE = "lightning_boost"
 _library = torch.library.Library(NAMESPACE, "DEF")
+
+COMMUNICATING: set[OpOverload] = set()
+"""The operators that communicate: those that take a group."""
 
 Operator = Callable[..., Any]
 
@@ -24,7 +28,9 @@ def operator(schema: str) -> Callable[[Operator], Operator]:
         _library.define(schema)
         name = schema.partition("(")[0]
         _library.impl(name, function, "CompositeExplicitAutograd")
-        dispatching: Operator = getattr(getattr(torch.ops, NAMESPACE), name).default
+        dispatching: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        if "str group" in schema:
+            COMMUNICATING.add(dispatching)
         return dispatching
 
     return register

@@ -23,6 +23,8 @@ from lightning_boost.collectives import count_collectives
 from lightning_boost.layout import find_decoder
 from lightning_boost.mesh import ParallelSizes, build_mesh
 from lightning_boost.parallelize import parallelize
+from lightning_boost.recompute import RecomputeOptions
+from tests.live_memory import LiveMemory
 from tests.models import CPU, masked_batch, whole
 from tests.processes import run_processes
 from tests.users_module import trainer_for
@@ -143,6 +145,13 @@ def _life(family, strategy, loss_from="model", options=None, checkpointing=False
         ("qwen3", {"tensor_parallel_size": 2}, "model"),
         ("qwen3", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "model"),
         ("llama", {"tensor_parallel_size": 4}, "model"),
+        ("llama", {"tensor_parallel_size": 2, "recompute": "low_rank"}, "model"),
+        ("qwen3", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "recompute": "low_rank"}, "model"),
+        (
+            "mistral",
+            {"tensor_parallel_size": 2, "data_axis": "shard", "data_parallel_size": 2, "recompute": "low_rank"},
+            "model",
+        ),
     ],
 )
 def test_a_model_of_the_library_is_trained_exactly(family, strategy, loss_from):
@@ -181,6 +190,55 @@ def test_the_library_s_gradient_checkpointing_changes_nothing(strategy):
         assert found == pytest.approx(losses, rel=1e-5)
         for name, weight in found_weights.items():
             assert abs(weight - weights[name]).max() < 1e-5, name
+
+
+def _recomputed(family, sizes, recompute, call):
+    """Return a step's loss and gradients, its collectives, and the bytes that are alive behind forward."""
+    model = network(family, attention_dropout=0.2).train()
+    mesh = build_mesh(ParallelSizes(**sizes), "cpu")
+    parallelize(find_decoder(model), mesh, device=CPU, seed=0, recompute=RecomputeOptions(kind=recompute))
+    torch.manual_seed(1)
+    with count_collectives() as log, LiveMemory() as live:
+        output = model(**masked_batch(VOCAB), **call)
+        kept = live.bytes
+        output.loss.backward()
+    gradients = {name: whole(parameter.grad).numpy() for name, parameter in model.named_parameters()}
+    return output.loss.item(), gradients, {tuple(key): traffic for key, traffic in log.traffic.items()}, kept
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("sizes", "call", "is_kept"),
+    [
+        ({"tensor_parallel_size": 1}, {}, False),
+        ({"tensor_parallel_size": 2}, {}, False),
+        # who asks for a cache gets it, and nothing is recomputed
+        ({"tensor_parallel_size": 2}, {"use_cache": True}, True),
+    ],
+)
+def test_a_model_that_makes_a_cache_is_recomputed_exactly(family, sizes, call, is_kept):
+    processes = sizes["tensor_parallel_size"]
+    plain = run_processes(_recomputed, processes, family, sizes, "none", call)
+    for (loss, gradients, traffic, kept), (other_loss, other_gradients, other_traffic, other_kept) in zip(
+        plain, run_processes(_recomputed, processes, family, sizes, "low_rank", call), strict=True
+    ):
+        assert other_loss == loss
+        assert all((other_gradients[name] == gradient).all() for name, gradient in gradients.items())
+        assert other_traffic == traffic
+        assert other_kept == kept if is_kept else other_kept < 0.3 * kept
+
+
+def _checkpointed_twice():
+    model = network("llama").train()
+    mesh = build_mesh(ParallelSizes(tensor_parallel_size=2), "cpu")
+    parallelize(find_decoder(model), mesh, device=CPU, seed=0, recompute=RecomputeOptions(kind="low_rank"))
+    model.gradient_checkpointing_enable()
+    model(**masked_batch(VOCAB))
+
+
+def test_the_library_s_gradient_checkpointing_is_refused_beside_recompute():
+    with pytest.raises(RuntimeError, match=r"gradient_checkpointing_enable\(\) must not be called with recompute"):
+        run_processes(_checkpointed_twice, 2)
 
 
 def _asked_for_inner_outputs(sizes, by_config):

@@ -1,0 +1,93 @@
+"""Recompute in a Trainer: whole runs end with the very weights of runs without it."""
+
+import pytest
+import torch
+from torch.nn.functional import dropout
+
+from lightning_boost import BoostParallelStrategy, LlamaConfig, LowRankLanguageModel
+from tests.models import whole
+from tests.processes import run_processes
+from tests.users_module import UsersModule, loader, trainer_for
+
+
+class _Dropping(UsersModule):
+    """Drops features behind each MLP, in a layer's own forward."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.net.model.layers:
+            layer.mlp.register_forward_hook(lambda module, _, output: dropout(output, 0.2, module.training))
+
+
+def _language_model():
+    return LowRankLanguageModel(
+        LlamaConfig(
+            vocab_size=37,
+            hidden_size=32,
+            intermediate_size=50,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            attention_dropout=0.2,
+            hidden_dropout=0.2,
+        )
+    )
+
+
+def _run(make_module, options, recompute, folder):
+    """Train, save, and go on in another Trainer; return the weights, and what is drawn behind it all."""
+    path = folder / f"{recompute}.ckpt"
+    torch.manual_seed(5)
+    for max_epochs, resumed in ((1, None), (2, path)):
+        module = make_module()
+        trainer = trainer_for(
+            strategy=BoostParallelStrategy(**options, recompute=recompute),
+            max_epochs=max_epochs,
+            accumulate_grad_batches=2,
+            gradient_clip_val=0.5,
+        )
+        trainer.fit(module, loader(), val_dataloaders=loader(1), ckpt_path=resumed)
+        trainer.save_checkpoint(path)
+    drawn = torch.rand(1).item()
+    return {name: whole(parameter).numpy() for name, parameter in module.named_parameters()}, drawn
+
+
+@pytest.mark.parametrize(
+    ("make_module", "processes", "options", "recompute"),
+    [
+        (_Dropping, 1, {}, "low_rank"),
+        (_Dropping, 2, {"tensor_parallel_size": 2}, "block"),
+        (_Dropping, 4, {"tensor_parallel_size": 2, "data_axis": "shard"}, "low_rank"),
+        (_language_model, 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "low_rank"),
+    ],
+)
+def test_a_run_ends_with_the_same_weights(make_module, processes, options, recompute, tmp_path):
+    plain = run_processes(_run, processes, make_module, options, "none", tmp_path)
+    for (weights, drawn), (others, other_drawn) in zip(
+        plain, run_processes(_run, processes, make_module, options, recompute, tmp_path), strict=True
+    ):
+        assert drawn == other_drawn
+        assert weights.keys() == others.keys()
+        for name, weight in weights.items():
+            assert (weight == others[name]).all(), name
+
+
+def _with_other_options(first, second):
+    module = UsersModule()
+    for options in (first, second):
+        trainer_for(strategy=BoostParallelStrategy(2, **options), max_epochs=1).fit(module, loader())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"recompute": "low_rank"}, {}, r"recompute \('none'\) must be 'low_rank': an earlier Trainer"),
+        (
+            {"recompute": "low_rank", "recompute_every": 2},
+            {"recompute": "low_rank"},
+            r"recompute_every \(1\) must be 2: an earlier Trainer",
+        ),
+    ],
+)
+def test_a_second_trainer_must_want_the_same(first, second, message):
+    with pytest.raises(RuntimeError, match=message):
+        run_processes(_with_other_options, 2, first, second)

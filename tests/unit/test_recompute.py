@@ -1,0 +1,80 @@
+"""Options of recompute, and what its policy keeps."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_boost import BoostParallelStrategy
+from lightning_boost.layout import find_decoder
+from lightning_boost.recompute import RecomputeOptions, _Policy, check_layers
+from tests.models import meta_model, small_config
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recompute": "full"}, r"recompute \('full'\) must be one of 'none', 'low_rank', 'block'"),
+        ({"recompute": "low_rank", "recompute_every": 0}, r"recompute_every \(0\) must be a whole number k"),
+        ({"recompute": "low_rank", "recompute_every": 1.5}, r"recompute_every \(1.5\) must be"),
+        ({"recompute": "low_rank", "recompute_every": -0.5}, r"recompute_every \(-0.5\) must be"),
+        ({"recompute": "low_rank", "recompute_every": float("inf")}, r"recompute_every \(inf\) must be"),
+        ({"recompute": "low_rank", "recompute_every": float("nan")}, r"recompute_every \(nan\) must be"),
+        ({"recompute": "low_rank", "recompute_every": True}, r"recompute_every \(True\) must be"),
+        ({"recompute": "block", "keep_attention": True}, r"keep_attention \(True\) must be False with recompute"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        BoostParallelStrategy(**options)
+
+
+@pytest.mark.parametrize("options", [{"recompute_every": 2}, {"keep_attention": True}])
+def test_options_that_mean_nothing_are_noted(options):
+    with pytest.warns(UserWarning, match="mean nothing with recompute 'none'"):
+        BoostParallelStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("every", "num_blocks", "chosen"),
+    [
+        (1, 4, [0, 1, 2, 3]),
+        (1.0, 3, [0, 1, 2]),
+        (2, 5, [0, 2, 4]),
+        (3, 7, [0, 3, 6]),
+        (9, 4, [0]),
+        (0.5, 6, [0, 2, 4]),
+        (0.75, 4, [0, 1, 2]),
+        (0.01, 4, [0]),
+    ],
+)
+def test_blocks_are_chosen_evenly_and_the_first_always(every, num_blocks, chosen):
+    assert RecomputeOptions(kind="low_rank", every=every).choose(num_blocks) == chosen
+
+
+@pytest.mark.parametrize("percent", range(1, 100))
+def test_a_share_is_met_exactly(percent):
+    assert len(RecomputeOptions(kind="low_rank", every=percent / 100).choose(100)) == percent
+
+
+@pytest.mark.parametrize(("dropout", "is_kept"), [(0.0, True), (0.1, False)])
+def test_attention_that_draws_is_run_again(dropout, is_kept):
+    """A second run without it would draw other masks behind it, where attention draws from the device's stream."""
+    heads = torch.zeros(1, 1, 2, 4)
+    operators = torch.ops.aten
+    for keep_attention in (True, False):
+        policy = _Policy(frozenset(), frozenset(), keep_attention)
+        expected = CheckpointPolicy.MUST_SAVE if is_kept and keep_attention else CheckpointPolicy.PREFER_RECOMPUTE
+        flash = operators._scaled_dot_product_flash_attention.default
+        assert policy(None, flash, heads, heads, heads, dropout) is expected
+        assert policy(None, flash, heads, heads, heads, dropout_p=dropout) is expected
+        efficient = operators._scaled_dot_product_efficient_attention.default
+        assert policy(None, efficient, heads, heads, heads, None, True, dropout) is expected
+
+
+def test_a_layer_whose_forward_is_the_instance_s_is_refused():
+    decoder = find_decoder(meta_model(small_config()))
+    check_layers(decoder)
+    layer = decoder.root.model.layers[1]
+    layer.forward = layer.forward
+    with pytest.raises(ValueError, match=r"model.layers.1 has one of its own \(set on the instance\)"):
+        check_layers(decoder)
