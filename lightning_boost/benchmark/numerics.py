@@ -108,6 +108,7 @@ def _distance(output: Tensor, reference: Tensor) -> Distance:
 
 def _online(x: Tensor, weight: Tensor) -> Tensor:
     """Map this process's features ``[N, D/tp]`` of the hidden state to the whole output ``[N, D]``."""
+    assert dist.group.WORLD is not None
     gamma, group = torch.ones(x.shape[1], dtype=x.dtype), register_group(dist.group.WORLD)
     output: Tensor = NormProjectReduce.apply(x, gamma, _EPS, FEATURES, group, "numerics", weight)[0]
     return output

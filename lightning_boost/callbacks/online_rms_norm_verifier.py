@@ -84,10 +84,11 @@ class OnlineRMSNormVerifier(Callback):
             ValueError: If no process has an online norm.
         """
         if not _of_all_processes(online_norms(pl_module)):
+            layout = getattr(trainer.strategy, "sizes", None) or "one process"
             raise ValueError(
-                "OnlineRMSNormVerifier would verify nothing: no norm of this model is an online one. That takes"
-                " Trainer(strategy='boost') with tensor_parallel_size of at least 2, and low-rank projections behind a"
-                " norm. Leave the callback out, or train on such a layout."
+                f"OnlineRMSNormVerifier would verify nothing: on this layout ({layout}) no norm of the model is an"
+                " online one. That takes Trainer(strategy='boost') with tensor_parallel_size of at least 2, and"
+                " low-rank projections behind a norm. Leave the callback out, or train on such a layout."
             )
         self._begin_run()
         # asks process 0, so every process must call it
@@ -124,14 +125,11 @@ class OnlineRMSNormVerifier(Callback):
             self._write()
         self._log(trainer, norms)
         violations = [norm for norm in norms if not self._is_within_tolerance(norm)]
-        if not violations:
-            return
-        message = self._describe(violations, len(norms))
-        if self.on_violation == "warn":
-            rank_zero_warn(message)
-            return
-        self._show(trainer)
-        raise RuntimeError(message)
+        if violations and self.on_violation == "stop":
+            self._show(trainer)
+            raise RuntimeError(self._describe(violations, len(norms)))
+        if violations:
+            rank_zero_warn(self._describe(violations, len(norms)))
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -185,7 +183,7 @@ class OnlineRMSNormVerifier(Callback):
         return (
             f"online RMSNorm at {worst.name} is {worst.max_relative:.1e} from the exact norm (step {self._step},"
             f" {worst.dtype}, relative, worst token) and must be within tolerance ({self._tolerance_for(worst):.1e});"
-            f" so are {len(violations)} of {num_norms} norms. If rounding explains it, as docs/monitoring.md tells,"
+            f" {len(violations)} of {num_norms} norms are not. If rounding explains it, as docs/monitoring.md tells,"
             " give a larger tolerance; if not, the run does not train the model that one process would: report it."
         )
 
