@@ -13,6 +13,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
+from lightning_boost.callbacks.online_rms_norm_verifier import OnlineRMSNormVerifier
 from lightning_boost.callbacks.run_summary import RunSummary
 from lightning_boost.callbacks.token_throughput import TokenThroughput
 from lightning_boost.commands.benchmark import benchmark
@@ -45,7 +46,7 @@ DESCRIPTION = (
 
 _UNKNOWN_OPTION = re.compile(r"(?:does not accept option|Option) '([^']+)'|[Uu]nrecognized arguments: --([^\s=]+)")
 _FAILED_CLASS = re.compile(r"Problem with given class_path '([^']+)':\n((?: {4,}.*\n)+)")
-_NAMED_IN_RECIPES = (BoostParallelStrategy, RunSummary, TokenThroughput)
+_NAMED_IN_RECIPES = (BoostParallelStrategy, OnlineRMSNormVerifier, RunSummary, TokenThroughput)
 
 
 class _Parser(LightningArgumentParser):

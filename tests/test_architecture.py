@@ -75,6 +75,7 @@ MAY_ISSUE = {
     "pipeline_parallel": re.compile("all_reduce|broadcast"),  # losses and outputs of the last stage, token counts
     "random_streams": re.compile("all_reduce"),  # a vote of the stages
     "parity": re.compile("all_gather_object"),  # gradients of all stages, to be compared
+    "callbacks": re.compile("all_gather_object"),  # figures of all stages and replicas, to be shown
     "benchmark": re.compile("all_reduce|barrier"),  # what is measured, and to measure together
     "commands": re.compile("barrier"),  # to end together
 }

@@ -1,4 +1,4 @@
-"""A few processes on this machine, each on cores of its own, that run one function together."""
+"""A few processes on this machine that run one function together."""
 
 import os
 import tempfile
@@ -31,6 +31,15 @@ def run_pinned(function: Callable[..., Any], num_processes: int, *args: Any) -> 
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if cores and len(cores) < num_processes:
         raise ValueError(f"{num_processes} processes need a core each, and this machine has {len(cores)}.")
+    return _run(function, num_processes, cores, args)
+
+
+def run_together(function: Callable[..., Any], num_processes: int, *args: Any) -> Any:
+    """Do the same on whatever cores there are; for what is not timed."""
+    return _run(function, num_processes, [], args)
+
+
+def _run(function: Callable[..., Any], num_processes: int, cores: list[int], args: tuple[Any, ...]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         rendezvous, result = Path(folder) / "rendezvous", Path(folder) / "result.pt"
         mp.spawn(_run_one, (num_processes, cores, rendezvous, result, function, args), nprocs=num_processes)

@@ -1,4 +1,4 @@
-"""``benchmark``: measure on this machine, as ratios of interleaved runs."""
+"""``benchmark``: measure on this machine; times as ratios of interleaved runs."""
 
 import contextlib
 import json as json_format
@@ -9,34 +9,43 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_boost.benchmark.block import BlockResult, BlockSizes, measure_block
+from lightning_boost.benchmark.numerics import ONE_PROCESS, PAPER, PAPER_PROCESSES, PAPER_TOKENS, measure_numerics
 from lightning_boost.benchmark.strategy import NUM_LAYERS, measure_strategy
 from lightning_boost.benchmark.timing import Quartiles, ratios
+from lightning_boost.commands.display import console_for_results
 
 
 def benchmark(
-    what: Literal["block", "strategy"],
+    what: Literal["block", "strategy", "numerics"],
     *,
     sizes: BlockSizes | None = None,
-    processes: int = 2,
+    tokens: int = PAPER_TOKENS,
+    processes: int | None = None,
     repetitions: int = 15,
     json: bool = False,
 ) -> int:
-    """Measure a decoder block, scheme beside scheme, or the Trainer beside a bare loop.
+    """Measure a decoder block, scheme beside scheme, the Trainer beside a bare loop, or how exact online RMSNorm is.
 
     ``block``: forward and backward of one block. ``strategy``: a training step of a model of four, by the Trainer and
-    by a loop around the same parallel model.
+    by a loop around the same parallel model. ``numerics``: online RMSNorm and a linear of 1024 features beside one
+    process in the same dtype and beside float64, as in the BOOST paper.
 
-    Processes are pinned to a core each and what is compared takes turns, so ratios hold where times do not. Close other
-    programs first; if wall and CPU ratios disagree, the machine was busy.
+    Where time is measured, processes are pinned to a core each and what is compared takes turns, so ratios hold where
+    times do not. Close other programs first; if wall and CPU ratios disagree, the machine was busy.
 
     Args:
         what: What to measure.
-        sizes: Of a block; none: hidden size 1024, MLP 2752, bottleneck 256, 2,048 tokens, bf16.
-        processes: Tensor size.
-        repetitions: Of everything, at least 15 for figures to be reported.
+        sizes: Of a block; none: hidden size 1024, MLP 2752, bottleneck 256, 2,048 tokens, bf16. Not for numerics.
+        tokens: Of numerics.
+        processes: Tensor size; none: 2, and for numerics the paper's 4.
+        repetitions: Of everything, at least 15 for figures to be reported; of numerics: draws of input and weight.
         json: Whether the last line of standard output is one JSON object.
     """
-    given = sizes or BlockSizes()
+    if what == "numerics":
+        if sizes is not None:
+            raise ValueError("sizes are those of a block; numerics has 1024 features, and takes tokens.")
+        return _numerics(tokens, processes or PAPER_PROCESSES, repetitions, json)
+    given, processes = sizes or BlockSizes(), processes or 2
     if what == "strategy":
         return _strategy(given, processes, repetitions, json)
     result = measure_block(given, num_processes=processes, repetitions=repetitions)
@@ -69,6 +78,36 @@ def _strategy(sizes: BlockSizes, processes: int, repetitions: int, json: bool) -
     table.add_row("Trainer / loop", *(f"{value:.3f}" for value in wall))
     table.add_row("the same in CPU time", *(f"{value:.3f}" for value in cpu))
     Console().print(table)
+    return 0
+
+
+def _numerics(tokens: int, processes: int, repetitions: int, json: bool) -> int:
+    found = measure_numerics(num_tokens=tokens, num_processes=processes, num_draws=repetitions)
+    if json:
+        in_json = {
+            dtype: {
+                **{
+                    form: {name: pair._asdict() for name, pair in each._asdict().items()}
+                    for form, each in forms.items()
+                },
+                "paper": {"from_one_process": PAPER[dtype]._asdict()},
+            }
+            for dtype, forms in found.items()
+        }
+        print(json_format.dumps({**in_json, "sizes": {"tokens": tokens, "processes": processes, "draws": repetitions}}))
+        return 0
+    title = f"RMSNorm and a linear, {tokens:,} tokens, {processes} processes; absolute, median of {repetitions} draws"
+    table = Table(title=title, title_justify="left")
+    for heading in ("", "from one process: max", "mean", "from float64: max", "mean"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for dtype, forms in found.items():
+        for form, exactness in forms.items():
+            of_one_process = exactness.from_one_process if form != ONE_PROCESS else ()
+            row = [*(f"{value:.1e}" for value in of_one_process), "", ""][:2]
+            table.add_row(f"{dtype}, {form}", *row, *(f"{value:.1e}" for value in exactness.from_float64))
+        name = f"{dtype}, paper ({PAPER_TOKENS} tokens, {PAPER_PROCESSES} GPUs)"
+        table.add_row(name, *(f"{value:.1e}" for value in PAPER[dtype]), end_section=True)
+    console_for_results().print(table)
     return 0
 
 

@@ -211,8 +211,8 @@ class NormalizedProjections(nn.Module):
         setattr(y, _GROUP, id(self.__dict__["members"]))
         return y
 
-    def latents(self, rows: Tensor) -> Tensor:
-        """Return the latents ``[N, R]`` of the group's pairs, before σ."""
+    def latents(self, rows: Tensor, chunk: str) -> Tensor:
+        """Return the latents ``[N, R]`` of the group's pairs, before σ; ``chunk`` labels the all-reduce."""
         shares = [member.local_a() for member in self.low_rank_members]
         dtype = gemm_dtype(shares[0])
         z: Tensor
@@ -222,13 +222,13 @@ class NormalizedProjections(nn.Module):
             self.eps,
             self.hidden_size,
             self.group,
-            self.chunk,
+            chunk,
             *(share.to(dtype) for share in shares),
         )
         return z
 
     def _low_rank(self, rows: Tensor, pairs: Sequence[LowRankMember]) -> Tensor:
-        return expand(activate(self.latents(rows), pairs), pairs, self.group, self.chunk)
+        return expand(activate(self.latents(rows, self.chunk), pairs), pairs, self.group, self.chunk)
 
     def _dense(self, rows: Tensor, members: Sequence[DenseMember]) -> Tensor:
         hidden: Tensor = NormGather.apply(rows, local(self.weight), self.eps, self.group, self.chunk)

@@ -7,11 +7,15 @@ import torch.distributed as dist
 from torch.nn.functional import linear
 
 from lightning_boost.collectives import Label, all_gather, all_reduce, register_group
+from lightning_boost.layout import find_decoder
+from lightning_boost.mesh import ParallelSizes, build_mesh
 from lightning_boost.model.norm import RMSNorm, normalize
+from lightning_boost.parallelize import parallelize
 from lightning_boost.tensor_parallel.ops import NormProjectReduce
 from lightning_boost.tensor_parallel.statistic import read_statistic, statistic_columns, write_statistic
 from lightning_boost.tensor_parallel.verification import compare_with_exact
-from tests.models import parallel_model, relative_error, small_config
+from tests.distributed.test_projection_forms import users_model
+from tests.models import CPU, parallel_model, relative_error, small_config
 from tests.processes import run_processes
 
 HIDDEN = 1024
@@ -110,14 +114,48 @@ def test_closed_form_backward_is_exact_where_eps_counts_and_where_not(scale):
         assert max(errors) < 1e-13
 
 
+def _compared(form, dtype):
+    """Return a comparison's figures, and the same in float64 from the whole weights and the same latents."""
+    size, index = dist.get_world_size(), dist.get_rank()
+    reference, model = users_model(form).to(dtype), users_model(form).to(dtype)
+    parallelize(find_decoder(model), build_mesh(ParallelSizes(tensor_parallel_size=size), "cpu"), device=CPU, seed=0)
+    module, norm = (each.model.layers[0].post_attention_layernorm for each in (model, reference))
+    x = torch.randn(2, 3, module.hidden_size, generator=torch.Generator().manual_seed(2)).to(dtype)
+    share = x.chunk(size, -1)[index]
+    found = compare_with_exact(module, share, "norm")
+    mlp = reference.model.layers[0].mlp
+    pairs = [getattr(mlp, f"{name}_proj") for name in ("gate", "up")]
+    factors = [pair.cola_a if form == "cola" else pair.BLinear.weight.t() for pair in pairs]
+    normed = norm.weight.double() * x.double() / (x.double().square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    exact = torch.cat([normed @ factor.double() for factor in factors], -1).flatten(0, 1)
+    difference = module.latents(share.flatten(0, 1), "test").double() - exact
+    relative = (difference.square().sum(-1) / exact.square().sum(-1)).sqrt()
+    expected = (difference.abs().max(), difference.abs().mean(), relative.max(), relative.mean(), exact.abs().max())
+    figures = found.max_absolute, found.mean_absolute, found.max_relative, found.mean_relative, found.max_exact
+    return figures, [value.item() for value in expected]
+
+
+@pytest.mark.parametrize("form", ["asvd", "cola"])
+def test_figures_are_those_of_an_independent_computation(form):
+    """In bf16, where they are far above the rounding of the exact norm itself; CoLA keeps its factors transposed."""
+    for found, expected in run_processes(_compared, 2, form, torch.bfloat16):
+        assert found == pytest.approx(expected, rel=1e-3)
+        assert 1e-3 < found[3] < found[2] < 1e-2
+
+
+@pytest.mark.parametrize("form", ["asvd", "cola"])
+def test_fp32_figures_are_rounding_alone(form):
+    for found, _ in run_processes(_compared, 2, form, torch.float32):
+        assert found[2] < 1e-6
+
+
 def _verified():
     model = parallel_model(small_config(), dist.get_world_size())
     module = model.model.layers[0].input_layernorm
     x = torch.randn(2, 3, module.hidden_size // dist.get_world_size())
 
     def relative_difference():
-        found = compare_with_exact(module, x, "norm")
-        return found.max_absolute / found.max_exact
+        return compare_with_exact(module, x, "norm").max_relative
 
     right = relative_difference()
     module.hidden_size //= dist.get_world_size()

@@ -1,0 +1,123 @@
+"""``benchmark numerics``: online RMSNorm and a linear behind it, beside one process, in the paper's set-up."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import linear
+
+from lightning_boost.benchmark.processes import run_together
+from lightning_boost.collectives import register_group
+from lightning_boost.model.norm import RMSNorm, normalize
+from lightning_boost.tensor_parallel.ops import NormProjectReduce
+
+FEATURES = 1024
+"""Of the hidden state and of the linear's output."""
+
+STANDARD_DEVIATION = 0.02
+"""Of the linear's elements; those of the hidden state have 1, γ is 1."""
+
+ONE_PROCESS = "one process"
+"""The form that others are compared with."""
+
+PAPER_TOKENS = 2
+PAPER_PROCESSES = 4
+_EPS = 1e-6
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Distance(NamedTuple):
+    """Absolute difference of two outputs."""
+
+    largest: float
+    mean: float
+
+
+PAPER = {"float32": Distance(7e-7, 6e-8), "bfloat16": Distance(3.1e-2, 2.2e-3)}
+"""From one process in the same dtype, as the BOOST paper (MLSys 2026, project page) reports it for this set-up."""
+
+
+class Exactness(NamedTuple):
+    """How far an output is from two others; medians over draws of the input and the weight."""
+
+    from_one_process: Distance
+    """In the same dtype."""
+
+    from_float64: Distance
+    """Of the same input and weight."""
+
+
+def measure_numerics(*, num_tokens: int, num_processes: int, num_draws: int) -> dict[str, dict[str, Exactness]]:
+    """Compare forms of the layer, for each dtype.
+
+    Args:
+        num_tokens: Rows of the hidden state.
+        num_processes: Tensor size; they may share cores, as nothing is timed.
+        num_draws: Of input and weight.
+
+    Raises:
+        ValueError: If a number is below 1, or the processes do not divide the features.
+    """
+    for name, value in (("tokens", num_tokens), ("processes", num_processes), ("repetitions", num_draws)):
+        if value < 1:
+            raise ValueError(f"{name} ({value}) must be at least 1.")
+    if FEATURES % num_processes:
+        raise ValueError(f"processes ({num_processes}) must divide the {FEATURES} features; take a power of two.")
+    found = run_together(_measure, num_processes, num_tokens, num_draws)
+    return {
+        dtype: {form: Exactness(Distance(*pair[0]), Distance(*pair[1])) for form, pair in forms.items()}
+        for dtype, forms in found.items()
+    }
+
+
+def _measure(num_tokens: int, num_draws: int) -> dict[str, dict[str, list[list[float]]]]:
+    return {name: _medians(dtype, num_tokens, num_draws) for name, dtype in _DTYPES.items()}
+
+
+def _medians(dtype: torch.dtype, num_tokens: int, num_draws: int) -> dict[str, list[list[float]]]:
+    draws = [_distances(dtype, num_tokens, seed) for seed in range(num_draws)]
+    return {form: [_median([draw[form][which] for draw in draws]) for which in (0, 1)] for form in draws[0]}
+
+
+def _median(distances: Sequence[Distance]) -> list[float]:
+    return [statistics.median(figures) for figures in zip(*distances, strict=True)]
+
+
+def _distances(dtype: torch.dtype, num_tokens: int, seed: int) -> dict[str, tuple[Distance, Distance]]:
+    """Return the distances of each form's output from one process's and from that in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, FEATURES, generator=generator).to(dtype)
+    weight = (STANDARD_DEVIATION * torch.randn(FEATURES, FEATURES, generator=generator)).to(dtype)
+    one_process = linear(RMSNorm(FEATURES, eps=_EPS).to(dtype)(x), weight).detach()
+    exact = linear(normalize(x.double(), _EPS), weight.double())
+    forms: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"online": _online}
+    if dtype == torch.bfloat16:
+        forms["online, statistic in bf16"] = _online_with_rounded_statistic
+    shares = [tensor.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous() for tensor in (x, weight)]
+    outputs = {ONE_PROCESS: one_process, **{name: form(*shares) for name, form in forms.items()}}
+    return {name: (_distance(output, one_process), _distance(output, exact)) for name, output in outputs.items()}
+
+
+def _distance(output: Tensor, reference: Tensor) -> Distance:
+    difference = (output.double() - reference.double()).abs()
+    return Distance(difference.max().item(), difference.mean().item())
+
+
+def _online(x: Tensor, weight: Tensor) -> Tensor:
+    """Map this process's features ``[N, D/tp]`` of the hidden state to the whole output ``[N, D]``."""
+    assert dist.group.WORLD is not None
+    gamma, group = torch.ones(x.shape[1], dtype=x.dtype), register_group(dist.group.WORLD)
+    output: Tensor = NormProjectReduce.apply(x, gamma, _EPS, FEATURES, group, "numerics", weight)[0]
+    return output
+
+
+def _online_with_rounded_statistic(x: Tensor, weight: Tensor) -> Tensor:
+    """Do the same with the sum of squares in one column of the payload, in its dtype."""
+    squares = x.float().square().sum(-1, keepdim=True)
+    buffer = torch.cat([linear(x, weight), squares.to(x.dtype)], 1)
+    dist.all_reduce(buffer)
+    rho = torch.rsqrt(buffer[:, -1:].float() / FEATURES + _EPS)
+    return (buffer[:, :-1] * rho).to(x.dtype)
