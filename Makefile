@@ -19,7 +19,7 @@ quickstart: $(INSTALLED)
 	@$(BIN)/python -m lightning_boost fit --config recipes/quickstart.yaml $(ARGS)
 
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 check: check-format check-lint check-types check-spelling check-architecture
 

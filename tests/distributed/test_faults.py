@@ -114,7 +114,7 @@ def _run(tmp_path, *arguments):
     ("failing", "place", "stages"),
     [
         (0, "training_step", 1),
-        (1, "training_step", 1),
+        pytest.param(1, "training_step", 1, marks=pytest.mark.slow),
         (1, "training_step", 2),
         (1, "validation_step", 1),
         (1, "setup", 1),
@@ -130,7 +130,7 @@ def test_an_error_in_one_process_ends_all_and_is_shown(tmp_path, failing, place,
     assert seconds < LIMIT_SECONDS
 
 
-@pytest.mark.parametrize(("failing", "stages"), [(0, 1), (1, 1), (1, 2)])
+@pytest.mark.parametrize(("failing", "stages"), [(0, 1), pytest.param(1, 1, marks=pytest.mark.slow), (1, 2)])
 def test_a_killed_process_ends_all(tmp_path, failing, stages):
     """known_failures A77."""
     code, output, seconds = _run(tmp_path, failing, "training_step", "kill", stages)
@@ -143,7 +143,7 @@ def test_a_killed_process_ends_all(tmp_path, failing, stages):
     assert seconds < LIMIT_SECONDS
 
 
-@pytest.mark.parametrize(("failing", "stages"), [(0, 1), (1, 2)])
+@pytest.mark.parametrize(("failing", "stages"), [pytest.param(0, 1, marks=pytest.mark.slow), (1, 2)])
 def test_a_process_that_hangs_is_named_and_shown_where_it_is(tmp_path, failing, stages):
     code, output, seconds = _run(tmp_path, failing, "training_step", "hang", stages, HANG_TIMEOUT)
     assert code == 1
@@ -186,7 +186,7 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(tmp_path, receiving
     time_when_all_ended(tmp_path)
 
 
-@pytest.mark.parametrize("receiving", [0, 1])
+@pytest.mark.parametrize("receiving", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_second_signal_ends_at_once(tmp_path, receiving):
     """known_failures A78."""
     process = _start(tmp_path, -1, "kept step", "signal")

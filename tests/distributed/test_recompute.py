@@ -106,7 +106,7 @@ def _compared(config, kinds, layout, plant=None):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_are_bit_equal_and_no_collective_runs_twice(shape, size):
     kinds = [LOW_RANK, WITH_ATTENTION, BLOCK]
     for plain, found in run_processes(_compared, size, small_config(**SHAPES[shape]), kinds, {"tensor": size}):

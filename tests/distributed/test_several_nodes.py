@@ -80,7 +80,9 @@ def _free_port():
         return listening.getsockname()[1]
 
 
-@pytest.mark.parametrize(("stages", "sizes"), [(1, "tensor 2 × data 2"), (2, "tensor 2 × pipeline 2")])
+@pytest.mark.parametrize(
+    ("stages", "sizes"), [pytest.param(1, "tensor 2 × data 2", marks=pytest.mark.slow), (2, "tensor 2 × pipeline 2")]
+)
 def test_torchrun_starts_the_same_run(tmp_path, stages, sizes):
     _, expected, _ = _run(tmp_path, 4, stages=stages)
     codes, output, _ = _run(tmp_path, 4, stages=stages, launcher=(*STANDALONE, "4"))
@@ -91,7 +93,9 @@ def test_torchrun_starts_the_same_run(tmp_path, stages, sizes):
         assert f"{process} of 4 on node 0: {sizes}" in output
 
 
-@pytest.mark.parametrize("by_torchrun", [True, False], ids=["torchrun", "environment variables"])
+@pytest.mark.parametrize(
+    "by_torchrun", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["torchrun", "environment variables"]
+)
 def test_two_nodes_run_as_one(tmp_path, by_torchrun):
     _, expected, _ = _run(tmp_path, 2)
     port = _free_port()
@@ -112,7 +116,9 @@ def test_two_nodes_run_as_one(tmp_path, by_torchrun):
     ("how", "first"),
     [
         ("raise", "The first failure was that of process 1: ArithmeticError: planted"),
-        ("kill", "It lost its connection to another process, which has not said why"),
+        pytest.param(
+            "kill", "It lost its connection to another process, which has not said why", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_failure_under_torchrun_ends_all(tmp_path, how, first):

@@ -52,7 +52,7 @@ pytestmark = needs_proc
 
 
 @pytest.mark.parametrize("place", ["before the group", "building"])
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_it_ends_all(tmp_path, killed, place):
     """known_failures A77."""
     process = start(tmp_path, SCRIPT, killed, place)

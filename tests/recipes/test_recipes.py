@@ -238,7 +238,10 @@ def _fit(folder, *arguments):
     assert "max_steps=2` reached" in done.stderr
 
 
-@pytest.mark.parametrize("layout", ["two_cpu_processes", "four_cpu_processes", "four_cpu_processes_pipeline"])
+@pytest.mark.parametrize(
+    "layout",
+    ["two_cpu_processes", pytest.param("four_cpu_processes", marks=pytest.mark.slow), "four_cpu_processes_pipeline"],
+)
 def test_a_layout_for_cpus_trains(tmp_path, layout):
     _fit(
         tmp_path,
