@@ -9,19 +9,23 @@ _PAIR = "_lightning_boost_pair"
 """Marks what the first of two modules gives for both of them."""
 
 
-class DownPlace(nn.Module):
-    """In the place of the first of two modules that are one projection: does what both do.
+class _Place(nn.Module):
+    """In the place of one of two modules that are one projection, whose weight it owns.
 
     Args:
-        twin: The projection's, hidden from torch; its part becomes this module, which owns the weight.
-        name: Of that part.
+        twin: The projection's, hidden from torch.
+        name: Of the part of it that this module becomes.
     """
 
     def __init__(self, twin: FactorPair, name: str) -> None:
         super().__init__()
-        self._parameters.update(twin._modules[name]._parameters)  # type: ignore[union-attr]
+        self._parameters.update(twin.get_submodule(name)._parameters)
         twin._modules[name] = self
         self.__dict__["twin"] = twin
+
+
+class DownPlace(_Place):
+    """In the place of the first: does what both do."""
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -31,19 +35,8 @@ class DownPlace(nn.Module):
         return y
 
 
-class UpPlace(nn.Module):
-    """In the place of the second of two modules that are one projection: hands on what the first gave.
-
-    Args:
-        twin: The projection's, hidden from torch.
-        name: Of the part that this module becomes.
-    """
-
-    def __init__(self, twin: FactorPair, name: str) -> None:
-        super().__init__()
-        self._parameters.update(twin._modules[name]._parameters)  # type: ignore[union-attr]
-        twin._modules[name] = self
-        self.__dict__["twin"] = twin
+class UpPlace(_Place):
+    """In the place of the second: hands on what the first gave."""
 
     @override
     def forward(self, x: Tensor) -> Tensor:
