@@ -28,7 +28,7 @@ from lightning_boost.pipeline_parallel.stage import Stage, cut_to_stages
 from lightning_boost.random_streams import RandomStreams
 from lightning_boost.recompute import RecomputeOptions, recompute_layers
 from lightning_boost.tensor_parallel.library import COMMUNICATING
-from lightning_boost.tensor_parallel.scheme import scheme_for
+from lightning_boost.tensor_parallel.scheme import SchemeName, scheme_for
 
 
 def parallelize(
@@ -40,6 +40,7 @@ def parallelize(
     data_axis: DataAxis = "replicate",
     pipeline: PipelineOptions | None = None,
     recompute: RecomputeOptions | None = None,
+    scheme: SchemeName = "auto",
 ) -> None:
     """Spread a one-process decoder over the mesh, in place; names and global shapes of its parameters stay.
 
@@ -53,23 +54,24 @@ def parallelize(
         data_axis: How the replicas of the data axis keep parameters.
         pipeline: How layers and batches are cut, where the pipeline axis has more than one process.
         recompute: Which activations are computed again in backward; ``None``: none.
+        scheme: How the tensor axis splits layers.
     """
-    scheme, root, options = scheme_for(decoder), decoder.root, pipeline or PipelineOptions()
+    table, root, options = scheme_for(decoder, scheme), decoder.root, pipeline or PipelineOptions()
     tensor_mesh, has_own_loss = mesh[TENSOR_AXIS], decoder.own_loss is not None
     is_split, is_piped = tensor_mesh.size() > 1, mesh[PIPELINE_AXIS].size() > 1
     is_shared_out = mesh[DATA_AXIS].size() > 1 and data_axis != "replicate"
-    placements = scheme.placements(decoder, tensor_mesh.size()) if is_split else None
-    width = scheme.hidden_width(decoder, tensor_mesh.size())
+    placements = table.placements(decoder, tensor_mesh.size()) if is_split else None
+    width = table.hidden_width(decoder, tensor_mesh.size())
     plan = plan_stages(decoder, mesh[PIPELINE_AXIS].size(), mesh[PIPELINE_AXIS].get_local_rank(), options)
     materialize(root, tensor_mesh, placements, device=device, seed=seed, absent=plan.absent_parts(decoder))
     if is_split:
-        scheme.swap(decoder, register_group(tensor_mesh.get_group()))
+        table.swap(decoder, register_group(tensor_mesh.get_group()))
     recompute_layers(decoder, recompute or RecomputeOptions(), COMMUNICATING)
     stages = cut_to_stages(decoder, plan, width) if is_piped else []
     if is_piped:
         mark_as_parts(root.parameters())
     if mesh.size() > 1:
-        begins, ends = scheme.split_region(decoder) if is_split else ([], [])
+        begins, ends = table.split_region(decoder) if is_split else ([], [])
         RandomStreams(mesh, device).attach(decoder, begins, ends)
     if is_split or is_piped:
         refuse_inner_outputs(root)

@@ -12,6 +12,7 @@ from lightning_boost.mesh import ParallelSizes, build_mesh
 from lightning_boost.model.initialization import initialize
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.parallelize import parallelize
+from lightning_boost.tensor_parallel.scheme import SchemeName
 
 SEED = 3
 CPU = torch.device("cpu")
@@ -35,11 +36,13 @@ def one_process_model(config: LlamaConfig, dtype: torch.dtype = torch.float32) -
     return model.to(dtype)
 
 
-def parallel_model(config: LlamaConfig, size: int, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def parallel_model(
+    config: LlamaConfig, size: int, dtype: torch.dtype = torch.float32, scheme: SchemeName = "auto"
+) -> LlamaForCausalLM:
     """Return the same model spread over ``size`` processes; all of them must call this."""
     model = meta_model(config).to(dtype)
     mesh = build_mesh(ParallelSizes(tensor_parallel_size=size), "cpu")
-    parallelize(find_decoder(model), mesh, device=CPU, seed=SEED)
+    parallelize(find_decoder(model), mesh, device=CPU, seed=SEED, scheme=scheme)
     return model
 
 

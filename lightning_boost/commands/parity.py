@@ -14,6 +14,7 @@ from lightning_boost.config import LlamaConfig, LowRankConfig, LowRankKind, Rope
 from lightning_boost.data_parallel import DataAxis
 from lightning_boost.parity import SEQUENCE_LENGTH, ParityReport, check_parity
 from lightning_boost.pipeline_parallel.options import Schedule
+from lightning_boost.tensor_parallel.scheme import SchemeName
 
 Shape = Literal[
     "plain",
@@ -95,6 +96,7 @@ def parity(
     data_axis: DataAxis = "replicate",
     pipeline_schedule: Schedule = "1f1b",
     virtual_stages: int = 1,
+    scheme: SchemeName = "auto",
     precision: Literal["32-true", "bf16-true"] = "32-true",
     steps: int = 3,
     keep_outer_activation: bool | None = None,
@@ -115,6 +117,7 @@ def parity(
         data_axis: How replicas keep parameters.
         pipeline_schedule: Order in which micro-batches go through the stages.
         virtual_stages: Stages on each process, above 1 with ``interleaved_1f1b``.
+        scheme: How the tensor axis splits layers, as the strategy takes it.
         precision: Lightning's name.
         steps: Optimizer steps.
         keep_outer_activation: Whether the MLP keeps SiLU on its gate; none: as the kind does.
@@ -122,7 +125,7 @@ def parity(
         json: Whether the last line of standard output is one JSON object, and all else goes to standard error.
     """
     if matrix:
-        return _matrix(kind, precision, steps, json)
+        return _matrix(kind, precision, steps, json, scheme)
     with contextlib.redirect_stdout(sys.stderr):
         report = check_parity(
             model_config(kind, shape, keep_outer_activation),
@@ -135,6 +138,7 @@ def parity(
             steps=steps,
             pipeline_schedule=pipeline_schedule,
             virtual_stages=virtual_stages,
+            scheme=scheme,
         )
     is_first = dist.get_rank() == 0
     # together, so that none finds its peers gone while it still has something to say
@@ -146,7 +150,7 @@ def parity(
     if json:
         print(json_format.dumps(report.as_dict()))
     else:
-        _show(report, kind)
+        _show(report, kind if scheme == "auto" else f"{kind}, {scheme}")
     return 0 if report.passed else 1
 
 
@@ -159,8 +163,8 @@ def model_config(kind: LowRankKind, shape: str, keep_outer_activation: bool | No
     return LlamaConfig(**sizes, num_attention_heads=8, low_rank=LowRankConfig(**low_rank), **options)
 
 
-def _show(report: ParityReport, kind: str) -> None:
-    table = Table(title=f"{kind}, {report.layout}, {report.precision}, {report.steps} steps of {report.optimizer}")
+def _show(report: ParityReport, model: str) -> None:
+    table = Table(title=f"{model}, {report.layout}, {report.precision}, {report.steps} steps of {report.optimizer}")
     table.add_column("worst relative error of")
     table.add_column("found", justify="right")
     table.add_column("allowed", justify="right")
@@ -179,15 +183,18 @@ def _show(report: ParityReport, kind: str) -> None:
     console.print("PARITY HOLDS" if report.passed else "PARITY FAILS")
 
 
-def _matrix(kind: LowRankKind, precision: str, steps: int, json: bool) -> int:
+def _matrix(kind: LowRankKind, precision: str, steps: int, json: bool, scheme: SchemeName) -> int:
     """Run every cell in processes of its own, since each needs another number of them."""
     reports: dict[str, dict[str, dict[str, Any]]] = {}
     for shape in SHAPES:
         reports[shape] = {}
         for layout in LAYOUTS:
-            # refused: embedding and head would stand on different stages
-            if not (shape == "tied" and layout.pipeline > 1):
-                reports[shape][layout.name] = _run_cell(kind, shape, layout, precision, steps)
+            # refused: embedding and head would stand on different stages; a baseline has no dense projections
+            is_refused = (shape == "tied" and layout.pipeline > 1) or (
+                shape == "mixed" and scheme.startswith("vanilla")
+            )
+            if not is_refused:
+                reports[shape][layout.name] = _run_cell(kind, shape, layout, precision, steps, scheme)
     passed = all(report["passed"] for row in reports.values() for report in row.values())
     if json:
         print(json_format.dumps({"passed": passed, "shapes": reports}))
@@ -196,9 +203,10 @@ def _matrix(kind: LowRankKind, precision: str, steps: int, json: bool) -> int:
     return 0 if passed else 1
 
 
-def _run_cell(kind: str, shape: str, layout: Layout, precision: str, steps: int) -> dict[str, Any]:
+def _run_cell(kind: str, shape: str, layout: Layout, precision: str, steps: int, scheme: SchemeName) -> dict[str, Any]:
     options = {
         "kind": kind,
+        "scheme": scheme,
         "shape": shape,
         "precision": precision,
         "steps": steps,
@@ -228,7 +236,8 @@ def _show_matrix(title: str, reports: dict[str, dict[str, dict[str, Any]]], pass
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(table)
     console.print(
-        "T: tensor, P: pipeline, D: data axis. -: refused, embedding and head would stand on different stages."
+        "T: tensor, P: pipeline, D: data axis. -: refused; tied embeddings would stand on different stages, and schemes"
+        " 'vanilla' take no dense projections."
     )
     console.print(f"worst relative error of a weight's change: {worst:.0e}")
     console.print("PARITY HOLDS" if passed else "PARITY FAILS")

@@ -71,7 +71,7 @@ def check_parity(
     num_processes: int = 1,
     precision: Precision = "32-true",
     steps: int = 3,
-    **pipeline: Any,
+    **options: Any,
 ) -> ParityReport:
     """Train a small model a few steps with SGD and with AdamW, on one process and on the layout, and compare.
 
@@ -87,7 +87,7 @@ def check_parity(
         precision: Lightning's name. In fp32 errors must stay below 1e-5. In bf16 the measure is how far one process in
             bf16 is from one in fp32: the layout may be twice as far.
         steps: Optimizer steps.
-        pipeline: Further options of a pipeline, as the strategy takes them.
+        options: Further ones, of the pipeline, recompute or the scheme, as the strategy takes them.
 
     Raises:
         ValueError: If ``steps`` is below 1, or the replicas cannot share the batch evenly.
@@ -101,7 +101,7 @@ def check_parity(
             data_parallel_size=data_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             data_axis=data_axis,
-            **pipeline,
+            **options,
         )
         _check_batch(strategy, config, num_processes)
         runs.append(_compare_runs(config, strategy, num_processes, precision, steps, name))

@@ -43,6 +43,7 @@ from lightning_boost.strategy.signals import stop_at_step_borders
 from lightning_boost.strategy.sizes import RequestedSizes
 from lightning_boost.strategy.spreading import decoder_of, find_spread, let_metrics_sum_over_replicas, spread_over_mesh
 from lightning_boost.strategy.trainer_checks import check_anomaly_detection, check_callbacks
+from lightning_boost.tensor_parallel.scheme import SchemeName
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 """Lightning's names of the precisions that keep training exact to their rounding."""
@@ -59,6 +60,8 @@ class BoostParallelStrategy(ResumableStrategy):
     Args:
         tensor_parallel_size: Processes that share each layer; ``"auto"``: the largest size that the model allows and
             that divides the processes of a node.
+        scheme: How they share it: ``"auto"`` cut at the bottleneck, or in Megatron's form where all layers are
+            dense; others are there to be compared with (docs/benchmarks.md).
         data_parallel_size: Replicas, each of which sees its own part of the data; ``"auto"``: all processes that the
             other axes leave.
         data_axis: How replicas keep parameters: ``"replicate"`` whole, ``"shard"`` each a share, gathered layer by
@@ -91,6 +94,7 @@ class BoostParallelStrategy(ResumableStrategy):
         self,
         tensor_parallel_size: AutoSize = "auto",
         *,
+        scheme: SchemeName = "auto",
         data_parallel_size: AutoSize = "auto",
         data_axis: DataAxis = "replicate",
         pipeline_parallel_size: int = 1,
@@ -119,6 +123,7 @@ class BoostParallelStrategy(ResumableStrategy):
                 virtual_stages=virtual_stages,
                 layers_per_stage=layers_per_stage,
             ),
+            scheme=scheme,
             recompute=RecomputeOptions(kind=recompute, every=recompute_every, keep_attention=keep_attention),
         )
         self.sizes = ParallelSizes()

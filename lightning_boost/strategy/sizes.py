@@ -13,7 +13,7 @@ from lightning_boost.pipeline_parallel.options import PipelineOptions
 from lightning_boost.pipeline_parallel.split import check_pipeline
 from lightning_boost.recompute import RecomputeOptions, check_layers
 from lightning_boost.tensor_parallel.check import check_tensor_size, legal_sizes
-from lightning_boost.tensor_parallel.scheme import scheme_for
+from lightning_boost.tensor_parallel.scheme import SCHEMES, SchemeName, scheme_for
 
 _WAY_OUT = "Build the module anew for another layout; checkpoints load on any."
 
@@ -32,11 +32,15 @@ class RequestedSizes:
     data_axis: DataAxis
     pipeline: PipelineOptions
     recompute: RecomputeOptions
+    scheme: SchemeName = "auto"
 
     def __post_init__(self) -> None:
         ParallelSizes(**self._given())
         if self.data_axis not in ("replicate", "shard", "hybrid"):
             raise ValueError(f"data_axis ({self.data_axis!r}) must be one of 'replicate', 'shard', 'hybrid'.")
+        if self.scheme not in ("auto", *SCHEMES):
+            names = ", ".join(map(repr, ("auto", *SCHEMES)))
+            raise ValueError(f"scheme ({self.scheme!r}) must be one of {names}.")
         self.pipeline.check(self.pipeline_parallel_size)
         if self.pipeline_parallel_size == 1 and self.pipeline != PipelineOptions():
             rank_zero_warn(
@@ -87,6 +91,8 @@ class RequestedSizes:
         there: dict[str, tuple[Any, Any]] = {
             name: (getattr(sizes, name), wanted) for name, wanted in self._given().items()
         }
+        if sizes.tensor_parallel_size > 1:
+            there["scheme"] = before.scheme, self.scheme
         if sizes.data_parallel_size > 1:
             there["data_axis"] = before.data_axis, self.data_axis
         if sizes.pipeline_parallel_size > 1:
@@ -133,7 +139,7 @@ class RequestedSizes:
         sizes.check_world(world_size)
         if tensor > 1:
             check_tensor_size(decoder, tensor)
-            scheme_for(decoder).check(decoder)
+            scheme_for(decoder, self.scheme).check(decoder)
         if pipeline > 1:
             check_pipeline(decoder, pipeline, self.pipeline)
         if self.recompute.kind != "none":

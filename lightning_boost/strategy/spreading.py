@@ -72,6 +72,7 @@ def spread_over_mesh(
         data_axis=requested.data_axis,
         pipeline=requested.pipeline,
         recompute=requested.recompute,
+        scheme=requested.scheme,
     )
     decoder.root.__dict__[_SPREAD] = Spread(decoder, sizes, requested)
     if before is not None:

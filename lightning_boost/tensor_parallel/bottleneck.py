@@ -32,7 +32,7 @@ from lightning_boost.tensor_parallel.local_parameter import local, local_size
 from lightning_boost.tensor_parallel.ops import Expand, NormProjectReduce, ProjectReduce
 
 _GROUP = "_lightning_boost_group"
-"""Marks a group's outputs, so that its projections know them from anything that is made of them."""
+"""Of a group's outputs: whose they are."""
 
 
 class FactorPair(nn.Module):
@@ -132,6 +132,12 @@ class GroupMember(nn.Module):
         return outputs.narrow(-1, sum(widths[: self.index]), widths[self.index])
 
 
+def mark_outputs(outputs: Tensor, members: list[GroupMember]) -> Tensor:
+    """Return a group's outputs so that its members know them from anything that is made of them."""
+    setattr(outputs, _GROUP, id(members))
+    return outputs
+
+
 class LowRankMember(GroupMember, FactorPair):
     """A factor pair of a group."""
 
@@ -208,8 +214,7 @@ class NormalizedProjections(nn.Module):
         else:
             y = self._in_order(pairs, self._low_rank(rows, pairs), dense, self._dense(rows, dense))
         y = y.view(*x.shape[:-1], y.shape[-1])
-        setattr(y, _GROUP, id(self.__dict__["members"]))
-        return y
+        return mark_outputs(y, self.__dict__["members"])
 
     def latents(self, rows: Tensor, chunk: str) -> Tensor:
         """Return the latents ``[N, R]`` of the group's pairs, before σ; ``chunk`` labels the all-reduce."""

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_boost.collectives import Label, Pass, all_gather, all_reduce, group_size, reduce_scatter
 from lightning_boost.tensor_parallel.library import gemm_dtype, operator
 from lightning_boost.tensor_parallel.local_parameter import local, local_size
+from lightning_boost.tensor_parallel.ops import ProjectReduce
 
 Rows = tuple[int, int]
 """Where the rows start and stop that this process reads of a replicated weight."""
@@ -133,6 +134,26 @@ class ScatterFeatures(torch.autograd.Function):
         return _gather_features(grad, ctx.group, ctx.chunk, "backward"), None, None
 
 
+class GatherToSplit(torch.autograd.Function):
+    """Make a sharded hidden state whole for a reader that is split: ``[…, d]`` to ``[…, D]``.
+
+    Communication: forward one all-gather of ``N d`` values, backward one reduce-scatter of ``N D``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, chunk: str) -> Tensor:
+        """Return every process's features side by side."""
+        ctx.group, ctx.chunk = group, chunk
+        whole: Tensor = _gather_features(x, group, chunk, "forward")
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return this process's features of the sum of all gradients."""
+        return _scatter_features(grad, ctx.group, ctx.chunk, "backward"), None, None
+
+
 class CutRows(torch.autograd.Function):
     """Read some rows of a replicated parameter where other processes read other rows.
 
@@ -182,18 +203,13 @@ class RowParallelLinear(nn.Module):
         """Map ``[…, in/tp]`` to ``[…, out/tp]``, or ``[…, out]``."""
         weight = local(self.weight)
         dtype = gemm_dtype(weight)
-        y = close_partial(linear(x.to(dtype), weight.to(dtype)), self.group, self.chunk, self.shard_features)
+        y: Tensor
+        if self.shard_features:
+            y = ScatterFeatures.apply(linear(x.to(dtype), weight.to(dtype)), self.group, self.chunk)
+        else:
+            y = ProjectReduce.apply(x.flatten(0, -2), weight.to(dtype), self.group, self.chunk)
+            y = y.view(*x.shape[:-1], y.shape[-1])
         return y if self.bias is None else y + local(self.bias).to(dtype)
-
-
-def close_partial(partial: Tensor, group: str, chunk: str, shard_features: bool) -> Tensor:
-    """Sum a partial hidden state over processes: ``[…, D]`` to this process's ``[…, D/tp]``, or to the whole."""
-    closed: Tensor
-    if shard_features:
-        closed = ScatterFeatures.apply(partial, group, chunk)
-    else:
-        closed = SumOverGroup.apply(partial, group, chunk)
-    return closed
 
 
 def own_rows(parameter: Tensor, rows: Rows | None, group: str, chunk: str) -> Tensor:

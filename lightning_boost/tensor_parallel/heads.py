@@ -11,17 +11,19 @@ class HeadNorm(nn.Module):
     """RMSNorm over the features of each of this process's heads, its weight the same on all processes.
 
     Communication: forward none, backward one all-reduce of the weight's ``E`` values: each process's heads give a part
-    of its gradient.
+    of its gradient. None where every process has all heads.
 
     Args:
         norm: The norm that is replaced.
         eps: Its eps.
         group: Name of the tensor axis's group.
         chunk: Label of the collective.
+        is_sharded: Whether a process has some of the heads.
     """
 
-    def __init__(self, norm: nn.Module, eps: float, group: str, chunk: str) -> None:
+    def __init__(self, norm: nn.Module, eps: float, group: str, chunk: str, *, is_sharded: bool) -> None:
         super().__init__()
+        self.is_sharded = is_sharded
         self.weight = norm.get_parameter("weight")
         self.eps = eps
         self.group = group
@@ -30,7 +32,8 @@ class HeadNorm(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[…, E]`` to ``[…, E]``."""
-        weight = own_rows(self.weight, (0, len(self.weight)), self.group, self.chunk)
+        rows = (0, len(self.weight)) if self.is_sharded else None
+        weight = own_rows(self.weight, rows, self.group, self.chunk)
         return weight * normalize(x, self.eps)
 
 

@@ -17,7 +17,7 @@ from lightning_boost.collectives import Label, all_gather, group_index, group_si
 from lightning_boost.config import IGNORED_LABEL
 from lightning_boost.mesh import shard_bounds
 from lightning_boost.model.loss import NextTokenLoss, count_valid, next_tokens
-from lightning_boost.tensor_parallel.dense import SplitReader, close_partial
+from lightning_boost.tensor_parallel.dense import ScatterFeatures, SplitReader, SumOverGroup
 from lightning_boost.tensor_parallel.library import gemm_dtype, operator, wide_dtype
 from lightning_boost.tensor_parallel.local_parameter import local
 
@@ -279,4 +279,14 @@ class VocabularyParallelEmbedding(nn.Module):
             partial = embedding(own_ids.clamp(0, weight.shape[0] - 1), weight, padding) * is_mine[..., None]
         else:
             partial = weight.sum() + weight.new_zeros(*input_ids.shape, weight.shape[1])
-        return close_partial(partial, self.group, "embedding", self.shard_features)
+        return _close(partial, self.group, "embedding", self.shard_features)
+
+
+def _close(partial: Tensor, group: str, chunk: str, shard_features: bool) -> Tensor:
+    """Sum a partial hidden state over processes: ``[…, D]`` to this process's ``[…, D/tp]``, or to the whole."""
+    closed: Tensor
+    if shard_features:
+        closed = ScatterFeatures.apply(partial, group, chunk)
+    else:
+        closed = SumOverGroup.apply(partial, group, chunk)
+    return closed

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_boost import collectives, gradients
 from lightning_boost.parity import check_parity
 from lightning_boost.strategy import boost
-from lightning_boost.tensor_parallel import bottleneck, gathered_norm, ops, scheme, vocabulary
+from lightning_boost.tensor_parallel import bottleneck, bottleneck_scheme, gathered_norm, ops, vocabulary
 from tests.models import small_config
 from tests.processes import run_processes
 
@@ -129,8 +129,8 @@ def local_statistic():
 
 
 def eps_once_for_each_process():
-    original = scheme.norm_eps
-    scheme.norm_eps = lambda norm, name: dist.get_world_size() * original(norm, name)
+    original = bottleneck_scheme.norm_eps
+    bottleneck_scheme.norm_eps = lambda norm, name: dist.get_world_size() * original(norm, name)
 
 
 def no_gradient_through_the_statistic():

@@ -112,12 +112,13 @@ class _NormedHeads(Attention):
 def _errors(form, tensor, data, options, plant=None):
     if plant is not None:
         plant()
+    scheme, options = options.get("scheme", "auto"), {key: value for key, value in options.items() if key != "scheme"}
     reference, model = users_model(form, **options), users_model(form, **options)
     sizes = ParallelSizes(tensor_parallel_size=tensor, data_parallel_size=data)
     mesh = build_mesh(sizes, "cpu")
     decoder = find_decoder(model)
-    scheme_for(decoder).check(decoder)
-    parallelize(decoder, mesh, device=CPU, seed=0)
+    scheme_for(decoder, scheme).check(decoder)
+    parallelize(decoder, mesh, device=CPU, seed=0, scheme=scheme)
     batch = masked_batch(131)
     replica = mesh[DATA_AXIS].get_local_rank()
     with count_collectives() as log:
@@ -152,12 +153,17 @@ def _errors(form, tensor, data, options, plant=None):
         ("mixed", 2, 1, {}),
         ("cola", 2, 1, {"head_norm": True}),
         ("sequence", 4, 1, {"head_norm": True, "num_key_value_heads": 2}),
+        ("cola", 2, 1, {"head_norm": True, "scheme": "vanilla"}),
+        ("svd_llm", 2, 1, {"scheme": "vanilla"}),
+        ("cola", 2, 1, {"head_norm": True, "scheme": "vanilla_sharded"}),
+        ("asvd", 4, 1, {"num_key_value_heads": 2, "scheme": "vanilla_sharded"}),
+        ("sequence", 2, 1, {"head_norm": True, "scheme": "bottleneck_ungrouped"}),
     ],
 )
 def test_gradients_and_a_step_are_those_of_one_process(form, tensor, data, options):
     for errors, chunks in run_processes(_errors, tensor * data, form, tensor, data, options):
         assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
-        if form != "mixed" and "num_key_value_heads" not in options:
+        if form != "mixed" and not options.keys() & {"num_key_value_heads", "scheme"}:
             assert chunks == dict.fromkeys(("qkv", "o", "gate_up", "down"), 2 * 2)
 
 

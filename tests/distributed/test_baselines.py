@@ -1,0 +1,191 @@
+"""Schemes that are there to be compared with: the same training, other collectives."""
+
+import pytest
+import torch.distributed as dist
+
+from lightning_boost.collectives import count_collectives
+from lightning_boost.layout import find_decoder
+from lightning_boost.parity import check_parity
+from lightning_boost.strategy.boost import BoostParallelStrategy
+from lightning_boost.tensor_parallel import dense, ops, vanilla
+from lightning_boost.tensor_parallel.scheme import scheme_for
+from tests.models import gradient_errors, masked_batch, meta_model, one_process_model, parallel_model, small_config
+from tests.processes import run_processes
+
+BASELINES = ("vanilla", "vanilla_sharded", "bottleneck_ungrouped")
+TOLERANCE = 1e-5
+
+SHAPES = {
+    "cola, biases, grouped queries": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+    "svd, one key/value head": {"num_key_value_heads": 1, "low_rank": {"kind": "svd", "bottleneck_size": 8}},
+    "a bottleneck of fewer features than processes": {
+        "low_rank": {"attention_bottleneck_size": 3, "mlp_bottleneck_size": 1},
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def _errors(config, scheme, plant=None):
+    if plant is not None:
+        plant()
+    reference, model = one_process_model(config), parallel_model(config, dist.get_world_size(), scheme=scheme)
+    batch = masked_batch(config.vocab_size)
+    expected, found = reference(**batch), model(**batch)
+    expected.backward()
+    found.backward()
+    return {"loss": abs(found.item() - expected.item()) / expected.item(), **gradient_errors(model, reference)}
+
+
+@pytest.mark.parametrize(
+    ("size", "shape"), [(2, shape) for shape in SHAPES] + [(4, list(SHAPES)[1]), (4, list(SHAPES)[2])]
+)
+@pytest.mark.parametrize("scheme", BASELINES)
+def test_gradients_are_those_of_one_process(scheme, size, shape):
+    for errors in run_processes(_errors, size, small_config(**SHAPES[shape]), scheme):
+        assert max(errors.values()) < TOLERANCE, max(errors.items(), key=lambda item: item[1])
+
+
+def _report(scheme, options):
+    return check_parity(small_config(), num_processes=dist.get_world_size(), scheme=scheme, **options)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "size", "options"),
+    [
+        ("vanilla", 2, {"precision": "bf16-true"}),
+        ("vanilla_sharded", 2, {"recompute": "low_rank"}),
+        pytest.param("vanilla", 4, {"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("vanilla_sharded", 4, {"data_parallel_size": 2, "data_axis": "shard"}, marks=pytest.mark.slow),
+        pytest.param("bottleneck_ungrouped", 2, {"recompute": "low_rank"}, marks=pytest.mark.slow),
+    ],
+)
+def test_training_is_that_of_one_process(scheme, size, options):
+    report = run_processes(_report, size, scheme, options)[0]
+    assert report.passed, report
+
+
+# ---- what they move: a block's launches and values per token, by pass
+
+
+def _block_traffic(config, scheme):
+    model = parallel_model(config, dist.get_world_size(), scheme=scheme)
+    batch = masked_batch(config.vocab_size)
+    with count_collectives() as log:
+        model(**batch).backward()
+    rows, found = config.num_hidden_layers * batch["input_ids"].numel(), {}
+    for operation, chunk, pass_ in log.traffic:
+        if chunk in ("qkv", "o", "gate_up", "down"):
+            traffic = log.total(operation=operation, pass_=pass_, chunk=chunk)
+            launches, values = found.get((operation, pass_), (0, 0))
+            found[operation, pass_] = (
+                launches + traffic.launches // config.num_hidden_layers,
+                values + traffic.values / rows,
+            )
+    return found
+
+
+D, F, R = 64, 173, 15
+F_PADDED, COLUMNS = 174, 8
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [
+        ("vanilla", {("all_reduce", "forward"): (7, 5 * D + 2 * F), ("all_reduce", "backward"): (4, 3 * D + F)}),
+        (
+            "vanilla_sharded",
+            {
+                ("reduce_scatter", "forward"): (5, 3 * D + 2 * F_PADDED),
+                ("all_gather", "forward"): (2, (D + F_PADDED) / 2),
+                ("all_reduce", "forward"): (2, 2 * D),
+                ("all_gather", "backward"): (5, (3 * D + 2 * F_PADDED) / 2),
+                ("reduce_scatter", "backward"): (2, D + F_PADDED),
+                ("all_reduce", "backward"): (2, 2 * D),
+            },
+        ),
+        (
+            "bottleneck_ungrouped",
+            {("all_reduce", "forward"): (7, 7 * R + 5 * COLUMNS), ("all_reduce", "backward"): (7, 7 * R)},
+        ),
+    ],
+)
+def test_collectives_are_exactly_those_of_the_paper_s_count(scheme, expected):
+    """Vanilla: 7 launches of 5D + 2F values forward, 4 of 3D + F backward. A width of 173 is padded to be scattered."""
+    for found in run_processes(_block_traffic, 2, small_config(), scheme):
+        assert found == expected
+
+
+# ---- planted defects
+
+
+def no_sum_behind_a_pair():
+    ops.all_reduce = lambda *_: None
+
+
+def no_sum_in_front_of_a_pair():
+    start = ops.start_all_reduce
+    ops.start_all_reduce = lambda tensor, *label: start(tensor.clone(), *label)
+
+
+def bias_on_every_process():
+    original = vanilla.reduced
+
+    def reduced(z, pair, group, chunk):
+        return original(z, pair, group, chunk) + pair.output_bias().to_local()
+
+    vanilla.reduced = reduced
+
+
+def heads_of_the_other_process():
+    original = dense.reduce_scatter
+
+    def reduce_scatter(tensor, group, label):
+        return original(tensor.flip(0).contiguous() if label.chunk == "qkv" else tensor, group, label)
+
+    dense.reduce_scatter = reduce_scatter
+
+
+def own_features_only_go_on():
+    original = dense.all_gather
+    dense.all_gather = lambda tensor, group, label: (
+        original(tensor, group, label) * (1.0 if label.pass_ == "forward" else 0.5)
+    )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "plant"),
+    [
+        ("vanilla", no_sum_behind_a_pair),
+        ("vanilla", no_sum_in_front_of_a_pair),
+        ("vanilla", bias_on_every_process),
+        ("vanilla_sharded", heads_of_the_other_process),
+        ("vanilla_sharded", own_features_only_go_on),
+        ("bottleneck_ungrouped", no_sum_in_front_of_a_pair),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_planted_defect_is_seen(scheme, plant):
+    errors = run_processes(_errors, 2, small_config(attention_bias=True, mlp_bias=True), scheme, plant)[0]
+    assert max(errors.values()) > 1e-3
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("scheme", "low_rank", "message"),
+    [
+        ("vanilla", {"other_bottleneck_sizes": {"layers.1.o_proj": "dense"}}, "layers.1.self_attn.o_proj is dense"),
+        ("vanilla_sharded", {"kind": "full_rank"}, "must be a pair of factors with scheme 'vanilla_sharded'"),
+        ("full_rank", {}, "is a pair of factors and must be dense with scheme 'full_rank'"),
+    ],
+)
+def test_a_model_that_a_scheme_is_not_for_is_refused(scheme, low_rank, message):
+    decoder = find_decoder(meta_model(small_config(low_rank=low_rank)))
+    with pytest.raises(ValueError, match=message):
+        scheme_for(decoder, scheme).check(decoder)
+
+
+def test_an_unknown_scheme_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"scheme \('megatron'\) must be one of 'auto', 'bottleneck'"):
+        BoostParallelStrategy(scheme="megatron")
