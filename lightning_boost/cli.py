@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_boost.callbacks.online_rms_norm_verifier import OnlineRMSNormVerifier
 from lightning_boost.callbacks.run_summary import RunSummary
 from lightning_boost.callbacks.token_throughput import TokenThroughput
-from lightning_boost.commands.benchmark import benchmark
+from lightning_boost.commands.benchmark import BENCHMARKS
 from lightning_boost.commands.checkpoint import export, inspect_checkpoint, verify
 from lightning_boost.commands.convert import convert
 from lightning_boost.commands.generate import generate_text
@@ -28,7 +28,7 @@ from lightning_boost.strategy.boost import BoostParallelStrategy
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "parity": parity,
-    "benchmark": benchmark,
+    **{f"benchmark {name}": command for name, command in BENCHMARKS.items()},
     "convert": convert,
     "generate": generate_text,
     "checkpoint inspect": inspect_checkpoint,

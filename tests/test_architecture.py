@@ -45,6 +45,7 @@ CONFINED = {
     "safetensors": {"interchange"},
     "jinja2": {"data"},
     "numpy": {"checkpoint"},  # to leave its numbers out
+    "matplotlib": {"benchmark"},
     "lightning": UPPER,
     "torchmetrics": UPPER,
     "rich": UPPER,

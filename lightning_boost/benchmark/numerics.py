@@ -1,8 +1,8 @@
 """``benchmark numerics``: online RMSNorm and a linear behind it, beside one process, in the paper's set-up."""
 
 import statistics
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from lightning_boost.benchmark.processes import run_together
+from lightning_boost.benchmark.report import Report
 from lightning_boost.collectives import register_group
 from lightning_boost.model.norm import RMSNorm, normalize
 from lightning_boost.tensor_parallel.ops import NormProjectReduce
@@ -50,7 +51,7 @@ class Exactness(NamedTuple):
     """Of the same input and weight."""
 
 
-def measure_numerics(*, num_tokens: int, num_processes: int, num_draws: int) -> dict[str, dict[str, Exactness]]:
+def measure_numerics(*, num_tokens: int, num_processes: int, num_draws: int) -> Report:
     """Compare forms of the layer, for each dtype.
 
     Args:
@@ -66,14 +67,37 @@ def measure_numerics(*, num_tokens: int, num_processes: int, num_draws: int) -> 
             raise ValueError(f"{name} ({value}) must be at least 1.")
     if FEATURES % num_processes:
         raise ValueError(f"processes ({num_processes}) must divide the {FEATURES} features; take a power of two.")
-    found = run_together(_measure, num_processes, num_tokens, num_draws)
-    return {
+    measured = run_together(_measure, num_processes, num_tokens, num_draws)
+    found = {
         dtype: {form: Exactness(Distance(*pair[0]), Distance(*pair[1])) for form, pair in forms.items()}
-        for dtype, forms in found.items()
+        for dtype, forms in measured.items()
     }
+    return Report(
+        title=f"RMSNorm and a linear, {num_tokens:,} tokens, {num_processes} processes; absolute, median of"
+        f" {num_draws} draws",
+        headings=("", "from one process: max", "mean", "from float64: max", "mean"),
+        rows=[row for dtype, forms in found.items() for row in _rows(dtype, forms)],
+        figures={
+            **{dtype: _figures(dtype, forms) for dtype, forms in found.items()},
+            "sizes": {"tokens": num_tokens, "processes": num_processes, "draws": num_draws},
+        },
+    )
 
 
-def _measure(num_tokens: int, num_draws: int) -> dict[str, dict[str, list[list[float]]]]:
+def _rows(dtype: str, forms: dict[str, Exactness]) -> Iterator[list[str]]:
+    for form, exactness in forms.items():
+        of_one_process = [f"{value:.1e}" for value in exactness.from_one_process] if form != ONE_PROCESS else ["", ""]
+        yield [f"{dtype}, {form}", *of_one_process, *(f"{value:.1e}" for value in exactness.from_float64)]
+    name = f"{dtype}, paper ({PAPER_TOKENS} tokens, {PAPER_PROCESSES} GPUs)"
+    yield [name, *(f"{value:.1e}" for value in PAPER[dtype]), "", ""]
+
+
+def _figures(dtype: str, forms: dict[str, Exactness]) -> dict[str, Any]:
+    measured = {form: {name: pair._asdict() for name, pair in each._asdict().items()} for form, each in forms.items()}
+    return {**measured, "paper": {"from_one_process": PAPER[dtype]._asdict()}}
+
+
+def _measure(_: torch.device, num_tokens: int, num_draws: int) -> dict[str, dict[str, list[list[float]]]]:
     return {name: _medians(dtype, num_tokens, num_draws) for name, dtype in _DTYPES.items()}
 
 

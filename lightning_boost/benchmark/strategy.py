@@ -1,51 +1,33 @@
 """``benchmark strategy``: a Trainer's step beside a bare loop's, both around the same parallel model."""
 
+import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_boost.benchmark.block import DTYPES, BlockSizes, block_config
+from lightning_boost.benchmark.blocks import DTYPES, SCHEMES, BlockSizes, block_config, check_sizes, make_model
 from lightning_boost.benchmark.processes import run_pinned
-from lightning_boost.benchmark.timing import Quartiles, Timings, ratios
-from lightning_boost.gradients import clip_gradients_by_norm
-from lightning_boost.layout import find_decoder
-from lightning_boost.mesh import ParallelSizes, build_mesh
+from lightning_boost.benchmark.report import Report, compare
+from lightning_boost.benchmark.timing import Timings, check_repetitions
+from lightning_boost.benchmark.training import CLIP_NORM, Batch, TrainingLoop, make_optimizer
 from lightning_boost.model.llama import LlamaForCausalLM
-from lightning_boost.parallelize import parallelize
 from lightning_boost.strategy.boost import BoostParallelStrategy
-from lightning_boost.tensor_parallel.check import check_tensor_size
 
 NUM_LAYERS = 4
 VOCAB_SIZE = 2048
-CLIP_NORM = 1.0
-LEARNING_RATE = 1e-4
-
-Batch = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class StrategyResult:
-    """Times of every step."""
-
-    trainer: Timings
-    loop: Timings
-
-    def trainer_over_loop(self) -> Quartiles:
-        """Return the ratios of wall times: 1 if the Trainer costs nothing."""
-        return ratios(self.trainer.wall, self.loop.wall)
-
-
-def measure_strategy(sizes: BlockSizes, *, num_processes: int, repetitions: int, warmup: int = 3) -> StrategyResult:
+def measure_strategy(sizes: BlockSizes, *, num_processes: int, repetitions: int, warmup: int = 3) -> Report:
     """Time a Trainer's steps, and between them those of a loop around a second model of the same kind.
 
     Args:
@@ -58,16 +40,13 @@ def measure_strategy(sizes: BlockSizes, *, num_processes: int, repetitions: int,
         ValueError: If there are fewer cores than processes, fewer than two repetitions, or sizes that the processes
             cannot share.
     """
-    if repetitions < 2:
-        raise ValueError(f"repetitions ({repetitions}) must be at least 2: quartiles are taken.")
-    check_tensor_size(find_decoder(_make_model(sizes)), num_processes)
-    found = run_pinned(_measure, num_processes, vars(sizes), repetitions, warmup)
-    return StrategyResult(*(Timings(*pair) for pair in found))
-
-
-def _make_model(sizes: BlockSizes) -> LlamaForCausalLM:
-    with torch.device("meta"):
-        return LlamaForCausalLM(block_config(sizes, "cola", num_layers=NUM_LAYERS, vocab_size=VOCAB_SIZE))
+    check_repetitions(repetitions)
+    check_sizes(sizes, num_processes)
+    with contextlib.redirect_stdout(sys.stderr):
+        found = run_pinned(_measure, num_processes, vars(sizes), repetitions, warmup)
+    times = {name: Timings(*pair) for name, pair in zip(("Trainer", "loop"), found, strict=True)}
+    title = f"a training step of {NUM_LAYERS} layers: {sizes.described(num_processes)}"
+    return compare(title, times, [("Trainer", "loop")], figures={"sizes": {**vars(sizes), "processes": num_processes}})
 
 
 class _Module(LightningModule):
@@ -84,7 +63,7 @@ class _Module(LightningModule):
 
     @override
     def configure_optimizers(self) -> Optimizer:
-        return _optimizer(self.model)
+        return make_optimizer(self.model)
 
 
 class _LoopBetween(Callback):
@@ -118,16 +97,16 @@ def _elapsed(since: list[float]) -> list[float]:
     return [now - then for now, then in zip(_now(), since, strict=True)]
 
 
-def _optimizer(model: nn.Module) -> Optimizer:
-    return AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
-
-
-def _measure(sizes: dict[str, Any], repetitions: int, warmup: int) -> list[tuple[list[float], list[float]]]:
+def _measure(
+    device: torch.device, sizes: dict[str, Any], repetitions: int, warmup: int
+) -> list[tuple[list[float], list[float]]]:
     given, size = BlockSizes(**sizes), dist.get_world_size()
     # as torchrun sets it: Lightning then starts no processes of its own
     os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "RANK": str(dist.get_rank()), "WORLD_SIZE": str(size)}
     os.environ |= {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": "benchmark"}
-    between = _LoopBetween(_loop_step(given))
+    config = block_config(given, "cola", num_layers=NUM_LAYERS, vocab_size=VOCAB_SIZE)
+    loop = TrainingLoop(config, SCHEMES["bottleneck"], DTYPES[given.dtype], device)
+    between = _LoopBetween(loop.step)
     trainer = Trainer(
         accelerator="cpu",
         devices=size,
@@ -143,25 +122,8 @@ def _measure(sizes: dict[str, Any], repetitions: int, warmup: int) -> list[tuple
         enable_model_summary=False,
     )
     # of the first step the Trainer's part is not known
-    trainer.fit(_Module(_make_model(given)), _batches(given, warmup + repetitions + 1))
+    trainer.fit(_Module(make_model(config, torch.float32)), _batches(given, warmup + repetitions + 1))
     return [_timings(seconds[-repetitions:]) for seconds in (between.trainer_seconds, between.loop_seconds)]
-
-
-def _loop_step(sizes: BlockSizes) -> Callable[[Batch], None]:
-    """Return a step of a loop as one writes it by hand."""
-    model = _make_model(sizes).to(DTYPES[sizes.dtype])
-    mesh = build_mesh(ParallelSizes(tensor_parallel_size=dist.get_world_size()), "cpu")
-    parallelize(find_decoder(model), mesh, device=torch.device("cpu"), seed=0)
-    optimizer = _optimizer(model)
-
-    def step(batch: Batch) -> None:
-        optimizer.zero_grad()
-        loss: Tensor = model(**batch)
-        loss.backward()
-        clip_gradients_by_norm(model.parameters(), CLIP_NORM)
-        optimizer.step()
-
-    return step
 
 
 def _batches(sizes: BlockSizes, count: int) -> DataLoader[Batch]:

@@ -33,7 +33,7 @@ class Timings(NamedTuple):
 
 
 def time_interleaved(
-    candidates: Mapping[str, Callable[[], object]], *, repetitions: int, warmup: int
+    candidates: Mapping[str, Callable[[], object]], *, repetitions: int, warmup: int, device: torch.device
 ) -> dict[str, Timings]:
     """Run every candidate in turn, again and again; all processes call this together.
 
@@ -41,14 +41,19 @@ def time_interleaved(
         candidates: What to run, by name.
         repetitions: Measured.
         warmup: Not measured, before.
+        device: Of this process; a GPU is waited for.
     """
+    wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
     timings = {name: Timings([], []) for name in candidates}
     for repetition in range(warmup + repetitions):
         for name, run in candidates.items():
             dist.barrier()
+            wait()
             wall, cpu = time.perf_counter(), time.process_time()
             run()
-            elapsed = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu], dtype=torch.float64)
+            wait()
+            spent = [time.perf_counter() - wall, time.process_time() - cpu]
+            elapsed = torch.tensor(spent, dtype=torch.float64, device=device)
             slowest, total = elapsed.clone(), elapsed.clone()
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             dist.all_reduce(total)
@@ -56,6 +61,20 @@ def time_interleaved(
                 timings[name].wall.append(slowest[0].item())
                 timings[name].cpu.append(total[1].item() / dist.get_world_size())
     return timings
+
+
+def _nothing() -> None:
+    """Wait for nothing: a CPU's work is done when a call returns."""
+
+
+def check_repetitions(repetitions: int) -> None:
+    """Check that there is a sample to take quartiles of.
+
+    Raises:
+        ValueError: If there are fewer than two repetitions.
+    """
+    if repetitions < 2:
+        raise ValueError(f"repetitions ({repetitions}) must be at least 2: quartiles are taken.")
 
 
 def ratios(numerator: Sequence[float], denominator: Sequence[float]) -> Quartiles:

@@ -1,158 +1,168 @@
-"""``benchmark``: measure on this machine; times as ratios of interleaved runs."""
+"""``benchmark …``: measure on this machine; times as ratios of interleaved runs.
 
-import contextlib
+Where time is measured, processes are pinned to a core each and what is compared takes turns, so ratios hold where times
+do not. Close other programs first; where wall and CPU ratios disagree, the machine was busy.
+"""
+
 import json as json_format
-import sys
-from typing import Literal
+from collections.abc import Callable
 
-from rich.console import Console
-from rich.table import Table
-
-from lightning_boost.benchmark.block import BlockResult, BlockSizes, measure_block
-from lightning_boost.benchmark.numerics import ONE_PROCESS, PAPER, PAPER_PROCESSES, PAPER_TOKENS, measure_numerics
-from lightning_boost.benchmark.strategy import NUM_LAYERS, measure_strategy
-from lightning_boost.benchmark.timing import Quartiles, ratios
+from lightning_boost.benchmark.block import measure_block, measure_grouping, measure_peers
+from lightning_boost.benchmark.blocks import BlockSizes
+from lightning_boost.benchmark.charts import check_output, table_of, write_report
+from lightning_boost.benchmark.counts import measure_counts
+from lightning_boost.benchmark.iteration import measure_iteration, measure_kinds
+from lightning_boost.benchmark.numerics import PAPER_PROCESSES, PAPER_TOKENS, measure_numerics
+from lightning_boost.benchmark.paper import BOOST_7B
+from lightning_boost.benchmark.processes import Device
+from lightning_boost.benchmark.report import Report
+from lightning_boost.benchmark.strategy import measure_strategy
 from lightning_boost.commands.display import console_for_results
+from lightning_boost.config import LlamaConfig
+
+Measure = Callable[..., Report | None]
 
 
-def benchmark(
-    what: Literal["block", "strategy", "numerics"],
-    *,
-    sizes: BlockSizes | None = None,
-    tokens: int = PAPER_TOKENS,
-    processes: int | None = None,
-    repetitions: int = 15,
-    json: bool = False,
-) -> int:
-    """Measure a decoder block, scheme beside scheme, the Trainer beside a bare loop, or how exact online RMSNorm is.
+def _timed(name: str, measure: Measure, summary: str, *, repetitions: int = 15) -> Callable[..., int]:
+    """Return the command that times something with a model's sizes."""
+    default = repetitions
 
-    ``block``: forward and backward of one block. ``strategy``: a training step of a model of four, by the Trainer and
-    by a loop around the same parallel model. ``numerics``: online RMSNorm and a linear of 1024 features beside one
-    process in the same dtype and beside float64, as in the BOOST paper.
+    def command(
+        *,
+        sizes: BlockSizes | None = None,
+        processes: int = 2,
+        repetitions: int = default,
+        device: Device = "cpu",
+        json: bool = False,
+        output: str | None = None,
+    ) -> int:
+        check_output(output)
+        given = sizes or BlockSizes()
+        report = measure(given, num_processes=processes, repetitions=repetitions, device=device)
+        return _show(name, report, json, output)
 
-    Where time is measured, processes are pinned to a core each and what is compared takes turns, so ratios hold where
-    times do not. Close other programs first; if wall and CPU ratios disagree, the machine was busy.
+    command.__doc__ = f"""{summary}
 
     Args:
-        what: What to measure.
-        sizes: Of a block; none: hidden size 1024, MLP 2752, bottleneck 256, 2,048 tokens, bf16. Not for numerics.
-        tokens: Of numerics.
-        processes: Tensor size; none: 2, and for numerics the paper's 4.
-        repetitions: Of everything, at least 15 for figures to be reported; of numerics: draws of input and weight.
+        sizes: Of a block; none: hidden size 1024, MLP 2752, bottleneck 256, 2,048 tokens, bf16.
+        processes: Tensor size.
+        repetitions: Of everything; the more, the steadier the quartiles.
+        device: Where it computes; on several GPUs also under torchrun.
         json: Whether the last line of standard output is one JSON object.
+        output: Directory for the table, its figures and charts.
     """
-    if what == "numerics":
-        if sizes is not None:
-            raise ValueError("sizes are those of a block; numerics has 1024 features, and takes tokens.")
-        return _numerics(tokens, processes or PAPER_PROCESSES, repetitions, json)
-    given, processes = sizes or BlockSizes(), processes or 2
-    if what == "strategy":
-        return _strategy(given, processes, repetitions, json)
-    result = measure_block(given, num_processes=processes, repetitions=repetitions)
-    wall, cpu = result.full_rank_over_bottleneck(), result.full_rank_over_bottleneck_cpu()
-    if json:
-        print(json_format.dumps(_as_json(given, processes, result, wall, cpu)))
-    else:
-        _show(given, processes, result, wall, cpu)
-    return 0
+    return command
 
 
-def _strategy(sizes: BlockSizes, processes: int, repetitions: int, json: bool) -> int:
-    with contextlib.redirect_stdout(sys.stderr):
-        result = measure_strategy(sizes, num_processes=processes, repetitions=repetitions)
-    wall, cpu = result.trainer_over_loop(), ratios(result.trainer.cpu, result.loop.cpu)
-    if json:
-        found = {
-            "trainer_over_loop": wall._asdict(),
-            "trainer_over_loop_cpu_time": cpu._asdict(),
-            "milliseconds": {"trainer": _in_ms(result.trainer.wall), "loop": _in_ms(result.loop.wall)},
-            "sizes": {**vars(sizes), "processes": processes},
-        }
-        print(json_format.dumps(found))
+block = _timed("block", measure_block, "Time a decoder block, forward and backward, under every scheme.")
+grouping = _timed("grouping", measure_grouping, "Time a decoder block with and without grouped projections.")
+peers = _timed("peers", measure_peers, "Time a decoder block beside the same one under torch's own tensor parallelism.")
+
+
+iteration = _timed(
+    "iteration",
+    measure_iteration,
+    "Time a training step of a whole small model under every scheme, at micro-batches of 1, 2, 4 and 8.",
+    repetitions=8,
+)
+kinds = _timed(
+    "kinds",
+    measure_kinds,
+    "Time a training step of a whole small model for each kind of low-rank linear, vanilla and bottleneck.",
+    repetitions=8,
+)
+
+
+def strategy(
+    *,
+    sizes: BlockSizes | None = None,
+    processes: int = 2,
+    repetitions: int = 15,
+    json: bool = False,
+    output: str | None = None,
+) -> int:
+    """Time a training step by the Trainer, and by a loop around the same parallel model.
+
+    Args:
+        sizes: Of a layer; none: hidden size 1024, MLP 2752, bottleneck 256, 2,048 tokens, bf16.
+        processes: Tensor size.
+        repetitions: Steps of each, at least 15 for figures to be reported.
+        json: Whether the last line of standard output is one JSON object.
+        output: Directory for the table, its figures and charts.
+    """
+    check_output(output)
+    report = measure_strategy(sizes or BlockSizes(), num_processes=processes, repetitions=repetitions)
+    return _show("strategy", report, json, output)
+
+
+def counts(
+    *,
+    config: LlamaConfig = BOOST_7B,
+    tensor_parallel_size: int = 4,
+    tokens: int = 4096,
+    json: bool = False,
+    output: str | None = None,
+) -> int:
+    """Count what a decoder block moves, multiplies and keeps under every scheme, on one process.
+
+    Args:
+        config: Of the model; none: the paper's 7B.
+        tensor_parallel_size: Processes, which need not exist.
+        tokens: For which bytes and FLOPs are given.
+        json: Whether the last line of standard output is one JSON object.
+        output: Directory for the table, its figures and charts.
+    """
+    check_output(output)
+    report = measure_counts(config, tensor_parallel_size=tensor_parallel_size, num_tokens=tokens)
+    return _show("counts", report, json, output)
+
+
+def numerics(
+    *,
+    tokens: int = PAPER_TOKENS,
+    processes: int = PAPER_PROCESSES,
+    repetitions: int = 15,
+    json: bool = False,
+    output: str | None = None,
+) -> int:
+    """Compare online RMSNorm and a linear of 1024 features with one process and with float64, as in the BOOST paper.
+
+    Args:
+        tokens: Rows of the hidden state.
+        processes: Tensor size; they may share cores.
+        repetitions: Draws of input and weight.
+        json: Whether the last line of standard output is one JSON object.
+        output: Directory for the table, its figures and charts.
+    """
+    check_output(output)
+    report = measure_numerics(num_tokens=tokens, num_processes=processes, num_draws=repetitions)
+    return _show("numerics", report, json, output)
+
+
+def _show(name: str, report: Report | None, json: bool, output: str | None) -> int:
+    """Print a report, and write it where that is asked for; nothing on processes that have none."""
+    if report is None:
         return 0
-    table = Table(title=f"a training step of {NUM_LAYERS} layers, {_described(sizes, processes)}", title_justify="left")
-    for heading in ("", "lower quartile", "median", "upper quartile"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for name, timing in (("Trainer, ms", result.trainer), ("loop, ms", result.loop)):
-        table.add_row(name, *(f"{1e3 * value:.1f}" for value in Quartiles.of(timing.wall)))
-    table.add_row("Trainer / loop", *(f"{value:.3f}" for value in wall))
-    table.add_row("the same in CPU time", *(f"{value:.3f}" for value in cpu))
-    Console().print(table)
-    return 0
-
-
-def _numerics(tokens: int, processes: int, repetitions: int, json: bool) -> int:
-    found = measure_numerics(num_tokens=tokens, num_processes=processes, num_draws=repetitions)
+    if output is not None:
+        write_report(report, name, output)
     if json:
-        in_json = {
-            dtype: {
-                **{
-                    form: {name: pair._asdict() for name, pair in each._asdict().items()}
-                    for form, each in forms.items()
-                },
-                "paper": {"from_one_process": PAPER[dtype]._asdict()},
-            }
-            for dtype, forms in found.items()
-        }
-        print(json_format.dumps({**in_json, "sizes": {"tokens": tokens, "processes": processes, "draws": repetitions}}))
+        print(json_format.dumps(report.figures))
         return 0
-    title = f"RMSNorm and a linear, {tokens:,} tokens, {processes} processes; absolute, median of {repetitions} draws"
-    table = Table(title=title, title_justify="left")
-    for heading in ("", "from one process: max", "mean", "from float64: max", "mean"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for dtype, forms in found.items():
-        for form, exactness in forms.items():
-            of_one_process = exactness.from_one_process if form != ONE_PROCESS else ()
-            row = [*(f"{value:.1e}" for value in of_one_process), "", ""][:2]
-            table.add_row(f"{dtype}, {form}", *row, *(f"{value:.1e}" for value in exactness.from_float64))
-        name = f"{dtype}, paper ({PAPER_TOKENS} tokens, {PAPER_PROCESSES} GPUs)"
-        table.add_row(name, *(f"{value:.1e}" for value in PAPER[dtype]), end_section=True)
-    console_for_results().print(table)
+    console = console_for_results()
+    console.print(table_of(report))
+    for note in report.notes:
+        console.print(note, soft_wrap=True, highlight=False)
     return 0
 
 
-def _described(sizes: BlockSizes, processes: int) -> str:
-    return (
-        f"hidden {sizes.hidden_size}, MLP {sizes.intermediate_size}, bottleneck {sizes.bottleneck_size},"
-        f" {sizes.num_tokens:,} tokens, {sizes.dtype}, {processes} processes"
-    )
-
-
-def _as_json(
-    sizes: BlockSizes, processes: int, result: BlockResult, wall: Quartiles, cpu: Quartiles
-) -> dict[str, object]:
-    return {
-        "full_rank_over_bottleneck": wall._asdict(),
-        "full_rank_over_bottleneck_cpu_time": cpu._asdict(),
-        "milliseconds": {
-            name: {"wall": _in_ms(timing.wall), "cpu": _in_ms(timing.cpu)} for name, timing in result.times.items()
-        },
-        "machine": {
-            "gemm_gflops_per_second": result.gemm_gflops_per_second,
-            "all_reduce_gb_per_second": result.all_reduce_gb_per_second,
-        },
-        "sizes": {**vars(sizes), "processes": processes},
-    }
-
-
-def _in_ms(seconds: list[float]) -> dict[str, float]:
-    return {name: 1e3 * value for name, value in Quartiles.of(seconds)._asdict().items()}
-
-
-def _show(sizes: BlockSizes, processes: int, result: BlockResult, wall: Quartiles, cpu: Quartiles) -> None:
-    title = f"one block, forward and backward: {_described(sizes, processes)}"
-    table = Table(title=title, title_justify="left")
-    for heading in ("", "lower quartile", "median", "upper quartile"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for name, timing in result.times.items():
-        table.add_row(f"{name}, ms", *(f"{1e3 * value:.1f}" for value in Quartiles.of(timing.wall)))
-    table.add_row("full_rank / bottleneck", *(f"{value:.2f}" for value in wall))
-    table.add_row("the same in CPU time", *(f"{value:.2f}" for value in cpu))
-    console = Console()
-    console.print(table)
-    flops_per_byte = result.gemm_gflops_per_second / result.all_reduce_gb_per_second
-    console.print(
-        f"Machine: {result.gemm_gflops_per_second:.0f} GFLOP/s a process, all-reduce"
-        f" {result.all_reduce_gb_per_second:.2f} GB/s, {flops_per_byte:.0f} FLOP a byte.",
-        soft_wrap=True,
-    )
+BENCHMARKS: dict[str, Callable[..., int]] = {
+    "counts": counts,
+    "block": block,
+    "grouping": grouping,
+    "peers": peers,
+    "iteration": iteration,
+    "kinds": kinds,
+    "strategy": strategy,
+    "numerics": numerics,
+}
+"""The commands, by the word behind ``benchmark``."""

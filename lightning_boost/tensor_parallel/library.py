@@ -5,12 +5,13 @@ compilers then see one call with a name. Gradients are given by an ``autograd.Fu
 costs less per call than registering them with the library.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils.flop_counter import register_flop_formula
 
 NAMESPACE = "lightning_boost"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -19,21 +20,39 @@ COMMUNICATING: set[OpOverload] = set()
 """The operators that communicate: those that take a group."""
 
 Operator = Callable[..., Any]
+FlopFormula = Callable[..., int]
 
 
-def operator(schema: str) -> Callable[[Operator], Operator]:
-    """Register the decorated function under ``schema`` and return the operator that dispatches to it."""
+def operator(schema: str, flops: FlopFormula | None = None) -> Callable[[Operator], Operator]:
+    """Register the decorated function under ``schema`` and return the operator that dispatches to it.
+
+    Args:
+        schema: Name, arguments and results.
+        flops: Of its GEMMs, for ``torch.utils.flop_counter``; takes the arguments, shapes in the place of tensors.
+    """
 
     def register(function: Operator) -> Operator:
         _library.define(schema)
         name = schema.partition("(")[0]
         _library.impl(name, function, "CompositeExplicitAutograd")
-        dispatching: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        packet = getattr(getattr(torch.ops, NAMESPACE), name)
+        dispatching: OpOverload = packet.default
+        if flops is not None:
+            register_flop_formula(packet)(_without_output(flops))
         if "str group" in schema:
             COMMUNICATING.add(dispatching)
         return dispatching
 
     return register
+
+
+def _without_output(flops: FlopFormula) -> FlopFormula:
+    return lambda *args, out_shape=None, **kwargs: flops(*args, **kwargs)
+
+
+def gemm_flops(rows: int, *weights: Sequence[int]) -> int:
+    """Return the FLOPs of multiplying so many rows by weights of the given shapes, an addition counted as one."""
+    return sum(2 * rows * weight[0] * weight[1] for weight in weights)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

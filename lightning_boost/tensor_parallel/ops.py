@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_boost.collectives import Label, all_reduce, group_index, group_size, start_all_reduce
-from lightning_boost.tensor_parallel.library import operator, wide_dtype
+from lightning_boost.tensor_parallel.library import gemm_flops, operator, wide_dtype
 from lightning_boost.tensor_parallel.statistic import read_statistic, statistic_columns, write_statistic
 
 
 @operator(
     "norm_project_reduce(Tensor x, Tensor gamma, Tensor[] factors_a, float eps, int hidden_size, str group, str chunk)"
-    " -> (Tensor, Tensor)"
+    " -> (Tensor, Tensor)",
+    flops=lambda x, _, factors_a, *__: gemm_flops(x[0], *factors_a),
 )
 def _norm_project_reduce(
     x: Tensor, gamma: Tensor, factors_a: Sequence[Tensor], eps: float, hidden_size: int, group: str, chunk: str
@@ -90,7 +91,10 @@ class NormProjectReduce(torch.autograd.Function):
         return grad_x, grad_gamma, None, None, None, None, *grads_a
 
 
-@operator("project_reduce(Tensor x, Tensor factor_a, str group, str chunk) -> Tensor")
+@operator(
+    "project_reduce(Tensor x, Tensor factor_a, str group, str chunk) -> Tensor",
+    flops=lambda x, factor_a, *_: gemm_flops(x[0], factor_a),
+)
 def _project_reduce(x: Tensor, factor_a: Tensor, group: str, chunk: str) -> Tensor:
     z = torch.mm(x.to(factor_a.dtype), factor_a.t())
     all_reduce(z, group, Label(chunk, "forward"))
@@ -144,14 +148,25 @@ def _grouped_mm(source: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return output
 
 
-@operator("expand(Tensor z, Tensor[] factors_b) -> Tensor")
+@operator("expand(Tensor z, Tensor[] factors_b) -> Tensor", flops=lambda z, factors_b: gemm_flops(z[0], *factors_b))
 def _expand(z: Tensor, factors_b: Sequence[Tensor]) -> Tensor:
     return _grouped_mm(z, [factor.t() for factor in factors_b])
 
 
+def _expand_backward_flops(
+    grad_y: Sequence[int], _: Any, factors_b: Sequence[Sequence[int]], needed: Sequence[bool], *__: Any
+) -> int:
+    is_z_needed, *are_factors_needed = needed
+    products = [*factors_b] * is_z_needed + [
+        factor for factor, each in zip(factors_b, are_factors_needed, strict=True) if each
+    ]
+    return gemm_flops(grad_y[0], *products)
+
+
 @operator(
     "expand_backward(Tensor grad_y, Tensor z, Tensor[] factors_b, bool[] needed, str group, str chunk)"
-    " -> (Tensor, Tensor[])"
+    " -> (Tensor, Tensor[])",
+    flops=_expand_backward_flops,
 )
 def _expand_backward(
     grad_y: Tensor, z: Tensor, factors_b: Sequence[Tensor], needed: Sequence[bool], group: str, chunk: str

@@ -1,7 +1,8 @@
 """Scheme ``vanilla``: every pair of factors by itself in Megatron's form, the baseline of the BOOST paper.
 
 ``A`` is split over the bottleneck, column-parallel, and ``B`` with it, row-parallel: what a pair gives is summed over
-processes at full width. These are the halves of scheme ``bottleneck`` changed round, and so the same operators.
+processes at full width. These are the halves of scheme ``bottleneck`` changed round: the sum comes behind ``B``, its
+mirror in backward behind ``A``.
 
 ====================  =================================================================================
 in the place of       stands
@@ -17,19 +18,85 @@ Between projections everything is whole on every process: attention and the gate
 is scattered instead of summed whole, and gathered again in front of ``o`` and ``down``.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 from typing_extensions import override
 
-from lightning_boost.collectives import group_index, group_size
+from lightning_boost.collectives import Label, group_index, group_size, start_all_reduce
 from lightning_boost.mesh import shard_bounds
 from lightning_boost.model.norm import normalize
 from lightning_boost.tensor_parallel.bottleneck import FactorPair, GroupMember, activate, mark_outputs
 from lightning_boost.tensor_parallel.dense import CutRows, GatherToSplit, Rows, ScatterFeatures
-from lightning_boost.tensor_parallel.library import gemm_dtype
+from lightning_boost.tensor_parallel.library import gemm_dtype, gemm_flops, operator
 from lightning_boost.tensor_parallel.local_parameter import local, local_size
-from lightning_boost.tensor_parallel.ops import Expand, ProjectReduce
+from lightning_boost.tensor_parallel.ops import ProjectReduce
+
+
+@operator(
+    "project_whole(Tensor x, Tensor[] factors_a) -> Tensor",
+    flops=lambda x, factors_a: gemm_flops(x[0], *factors_a),
+)
+def _project_whole(x: Tensor, factors_a: Sequence[Tensor]) -> Tensor:
+    return torch.mm(x, torch.cat(list(factors_a)).t())
+
+
+@operator(
+    "project_whole_backward(Tensor grad_z, Tensor x, Tensor[] factors_a, bool[] needed, str group, str chunk)"
+    " -> (Tensor, Tensor)",
+    flops=lambda grad_z, _, factors_a, needed, *__: sum(needed) * gemm_flops(grad_z[0], *factors_a),
+)
+def _project_whole_backward(
+    grad_z: Tensor, x: Tensor, factors_a: Sequence[Tensor], needed: Sequence[bool], group: str, chunk: str
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of ``x`` and of all factors; empty ones where ``needed`` says so."""
+    is_x_needed, are_factors_needed = needed
+    grad_x, grad_a, in_flight = x.new_empty(0), x.new_empty(0), None
+    if is_x_needed:
+        grad_x = torch.mm(grad_z, torch.cat(list(factors_a)))
+        in_flight = start_all_reduce(grad_x, group, Label(chunk, "backward"))
+    # the factors' gradients do not wait for the sum: they are computed while it travels
+    if are_factors_needed:
+        grad_a = torch.mm(grad_z.t(), x)
+    if in_flight is not None:
+        in_flight.wait()
+    return grad_x, grad_a
+
+
+class ProjectWhole(torch.autograd.Function):
+    """Compute ``A x`` of every projection that reads a whole ``x``, each process a part of each bottleneck.
+
+    ``x`` is ``[N, in]``, ``factors_a`` ``[R_i/tp, in]`` each, ``z`` ``[N, ΣR_i/tp]``.
+
+    Communication: forward none; backward one all-reduce of ``N in`` values, in flight while the gradients of the
+    factors are computed.
+    Saved for backward: ``x`` (and the parameters).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, chunk: str, *factors_a: Tensor) -> Tensor:
+        """Return ``z``."""
+        ctx.save_for_backward(x, *factors_a)
+        ctx.group, ctx.chunk = group, chunk
+        z: Tensor = _project_whole(x, factors_a)
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_z: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of ``x``, whole, and of the factors."""
+        x, *factors_a = ctx.saved_tensors
+        is_x_needed, are_factors_needed = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3:])
+        needed = [is_x_needed, are_factors_needed]
+        grad_x, grad_a = _project_whole_backward(grad_z, x, factors_a, needed, ctx.group, ctx.chunk)
+        grads_a: Sequence[Tensor | None] = [None] * len(factors_a)
+        if are_factors_needed:
+            grads_a = grad_a.split([factor.shape[0] for factor in factors_a])
+        return grad_x if is_x_needed else None, None, None, *grads_a
 
 
 class VanillaMember(GroupMember, FactorPair):
@@ -101,9 +168,9 @@ class VanillaNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[…, D]`` to the latents before σ, side by side: ``[…, ΣR_i/tp]``."""
         members: list[VanillaMember] = self.__dict__["members"]
-        factor_a = torch.cat([member.local_a() for member in members])
         hidden = local(self.weight) * normalize(x, self.eps)
-        return mark_outputs(into_bottleneck(hidden, factor_a, self.group, self.chunk), self.__dict__["members"])
+        latents = into_bottleneck(hidden, [member.local_a() for member in members], self.group, self.chunk)
+        return mark_outputs(latents, self.__dict__["members"])
 
 
 class VanillaLinear(FactorPair):
@@ -134,7 +201,7 @@ class VanillaLinear(FactorPair):
             whole = gathered(x.to(dtype), factor_a.shape[1], self.group, self.chunk)
             z = linear(whole, factor_a.to(dtype))
         else:
-            z = into_bottleneck(x, factor_a, self.group, self.chunk)
+            z = into_bottleneck(x, [factor_a], self.group, self.chunk)
         return reduced(activate(z, [self]), self, self.group, self.chunk)
 
 
@@ -143,10 +210,10 @@ def own_bottleneck(pair: FactorPair) -> int:
     return local_size(pair.get_parameter(pair.names.factor_a), 1 - pair.names.in_dim)
 
 
-def into_bottleneck(x: Tensor, factor_a: Tensor, group: str, chunk: str) -> Tensor:
-    """Map a whole ``[…, in]`` to this process's latents ``[…, R/tp]``; the gradient of ``x`` is summed in backward."""
-    dtype = gemm_dtype(factor_a)
-    z: Tensor = Expand.apply(x.flatten(0, -2).to(dtype), group, chunk, factor_a.to(dtype))
+def into_bottleneck(x: Tensor, factors_a: Sequence[Tensor], group: str, chunk: str) -> Tensor:
+    """Map a whole ``[…, in]`` to this process's latents of every projection, side by side: ``[…, ΣR_i/tp]``."""
+    dtype = gemm_dtype(factors_a[0])
+    z: Tensor = ProjectWhole.apply(x.flatten(0, -2).to(dtype), group, chunk, *(each.to(dtype) for each in factors_a))
     return z.view(*x.shape[:-1], z.shape[-1])
 
 

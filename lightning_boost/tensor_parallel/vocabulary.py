@@ -18,7 +18,7 @@ from lightning_boost.config import IGNORED_LABEL
 from lightning_boost.mesh import shard_bounds
 from lightning_boost.model.loss import NextTokenLoss, count_valid, next_tokens
 from lightning_boost.tensor_parallel.dense import ScatterFeatures, SplitReader, SumOverGroup
-from lightning_boost.tensor_parallel.library import gemm_dtype, operator, wide_dtype
+from lightning_boost.tensor_parallel.library import gemm_dtype, gemm_flops, operator, wide_dtype
 from lightning_boost.tensor_parallel.local_parameter import local
 
 CHUNK_TOKENS = 1024
@@ -56,9 +56,15 @@ class GatherLogits(torch.autograd.Function):
         return grad_logits[..., start:stop], None, None
 
 
+def _vocabulary_loss_flops(hidden: Sequence[int], weight: Sequence[int], *others: Any) -> int:
+    needed: Sequence[bool] = others[4]
+    return (1 + sum(needed)) * gemm_flops(hidden[0], weight)
+
+
 @operator(
     "vocabulary_loss(Tensor hidden, Tensor weight, Tensor targets, Tensor divisor, int vocab_size,"
-    " float label_smoothing, bool[] needed, str group) -> (Tensor, Tensor, Tensor)"
+    " float label_smoothing, bool[] needed, str group) -> (Tensor, Tensor, Tensor)",
+    flops=_vocabulary_loss_flops,
 )
 def _vocabulary_loss(
     hidden: Tensor,

@@ -1,13 +1,16 @@
+import functools
 import json
 
 import pytest
 import torch
 
-from lightning_boost.benchmark import numerics
-from lightning_boost.benchmark.block import BlockSizes, measure_block
+from lightning_boost.benchmark import block, iteration, numerics
+from lightning_boost.benchmark.block import measure_block
+from lightning_boost.benchmark.blocks import SCHEMES, BlockSizes
+from lightning_boost.benchmark.counts import count_block, mlp_intensity, parameters_per_process
+from lightning_boost.benchmark.paper import BOOST_7B
 from lightning_boost.benchmark.timing import Quartiles, ratios
 from lightning_boost.cli import main
-from lightning_boost.commands import benchmark
 from tests.processes import run_processes
 
 TINY = [
@@ -24,26 +27,151 @@ def test_ratios_are_taken_repetition_by_repetition():
     assert ratios([2.0, 9.0, 4.0], [1.0, 3.0, 1.0]) == Quartiles(2.5, 3.0, 3.5)
 
 
-def test_the_block_is_measured_under_every_scheme(capfd):
+def _run(capfd, *options):
     with pytest.raises(SystemExit) as exit_info:
-        main(["benchmark", "block", "--repetitions=3", *TINY, "--json"])
+        main(["benchmark", *options])
     assert exit_info.value.code == 0
-    found = json.loads(capfd.readouterr().out.splitlines()[-1])
-    quartiles = found["full_rank_over_bottleneck"]
-    assert 0 < quartiles["p25"] <= quartiles["median"] <= quartiles["p75"]
-    assert found["milliseconds"].keys() == {"full_rank", "bottleneck"}
-    assert found["machine"]["gemm_gflops_per_second"] > 0
+    return capfd.readouterr().out
+
+
+def _figures(capfd, *options):
+    return json.loads(_run(capfd, *options, "--json").splitlines()[-1])
+
+
+@pytest.fixture
+def warm(monkeypatch):
+    """Let benchmarks run in processes that have torch loaded."""
+
+    def run_warm(function, num_processes, *args, device="cpu"):
+        return run_processes(function, num_processes, torch.device(device), *args)[0]
+
+    for module in (block, iteration, numerics):
+        name = "run_together" if module is numerics else "run_pinned"
+        monkeypatch.setattr(module, name, run_warm)
+
+
+@pytest.mark.parametrize(
+    ("what", "candidates", "ratios"),
+    [
+        ("block", SCHEMES.keys(), {f"{name} / bottleneck" for name in SCHEMES} - {"bottleneck / bottleneck"}),
+        ("peers", {"peers", "bottleneck"}, {"peers / bottleneck"}),
+        (
+            "grouping",
+            {"ungrouped", "grouped", "ungrouped, forward", "grouped, forward"},
+            {"ungrouped / grouped", "ungrouped, forward / grouped, forward"},
+        ),
+        ("strategy", {"Trainer", "loop"}, {"Trainer / loop"}),
+    ],
+)
+@pytest.mark.usefixtures("warm")
+def test_what_is_compared_takes_turns(what, candidates, ratios, capfd):
+    found = _figures(capfd, what, "--repetitions=3", *TINY)
+    assert found["milliseconds"].keys() == candidates
+    assert found["ratios"].keys() == ratios
+    for ratio in found["ratios"].values():
+        for which in ("wall", "cpu"):
+            quartiles = ratio[which]
+            assert 0 < quartiles["p25"] <= quartiles["median"] <= quartiles["p75"]
     assert found["sizes"]["processes"] == 2
 
 
-def test_the_strategy_is_measured_beside_a_loop(capfd):
+@pytest.mark.usefixtures("warm")
+def test_a_training_step_is_measured_at_every_micro_batch(capfd):
+    found = _figures(capfd, "iteration", "--repetitions=2", *TINY)
+    assert found["micro-batch"].keys() == {"1", "2", "4", "8"}
+    for each in found["micro-batch"].values():
+        assert each["milliseconds"].keys() == SCHEMES.keys()
+    assert found["micro-batch"]["4"]["ratios"]["vanilla / bottleneck"]["paper"] == pytest.approx(1.64 / 0.72)
+    assert found["machine"]["gemm_gflops_per_second"] > 0
+
+
+@pytest.mark.usefixtures("warm")
+def test_kinds_are_measured_beside_one_another(capfd):
+    shown = _run(capfd, "kinds", "--repetitions=2", *TINY)
+    for row in ("svd, vanilla / svd, bottleneck", "cola, vanilla / cola, bottleneck", "2.24", "2.28"):
+        assert row in shown
+
+
+# ---- counts
+
+
+@functools.cache
+def _of_7b():
+    return {
+        name: count_block(BOOST_7B, candidate, tensor_parallel_size=4, num_tokens=4096)
+        for name, candidate in SCHEMES.items()
+    }
+
+
+def test_counts_of_a_7b_block_are_those_of_the_formulas():
+    """The paper's: 2D in 2 launches, 5D + 2F in 7 and 3D + F in 4, 7R in 4 and 4."""
+    hidden, features, size, tokens, processes = 4096, 11008, 1024, 4096, 4
+    counts = _of_7b()
+    statistic = 2 * 4 * processes  # twice in forward, three bf16 limbs for each process, padded to eight bytes
+    moved = {
+        name: [(each.launches, each.values_per_token) for each in passes.values()] for name, passes in counts.items()
+    }
+    assert moved["full_rank"] == [(2, 2 * hidden)] * 2
+    assert moved["vanilla"] == [(7, 5 * hidden + 2 * features), (4, 3 * hidden + features)]
+    assert moved["bottleneck"] == [(4, 7 * size + statistic), (4, 7 * size)]
+    for passes in counts.values():
+        for each in passes.values():
+            assert each.bytes == 2 * tokens * each.values_per_token
+    dense, low = 4 * hidden**2 + 3 * hidden * features, size * (11 * hidden + 3 * features)
+    for name, passes in counts.items():
+        multiplied = 2 * tokens * (dense if name == "full_rank" else low) // processes
+        assert passes["forward"].gemm_flops == multiplied
+        assert passes["backward"].gemm_flops == 2 * multiplied
+
+
+def test_ratios_of_the_paper_come_out():
+    counts = {name: passes["forward"] for name, passes in _of_7b().items()}
+    full_rank, bottleneck = counts["full_rank"], counts["bottleneck"]
+    assert 7 * 1024 / full_rank.values_per_token == 0.875
+    assert counts["vanilla"].values_per_token / full_rank.values_per_token == pytest.approx(5.19, abs=5e-3)
+    assert full_rank.gemm_flops / bottleneck.gemm_flops == pytest.approx(2.53, abs=5e-3)
+    intensity = {name: mlp_intensity(BOOST_7B, name, 4, 4096) for name in ("full_rank", "vanilla", "bottleneck")}
+    assert intensity["vanilla"] / intensity["full_rank"] == pytest.approx(0.2, abs=5e-3)
+    assert intensity["bottleneck"] / intensity["vanilla"] == pytest.approx(2.5, abs=0.06)
+    parameters = {name: parameters_per_process(BOOST_7B, candidate, 4) for name, candidate in SCHEMES.items()}
+    assert 2 * parameters["bottleneck"] / 2**30 == pytest.approx(1.25, abs=5e-3)
+    assert parameters["full_rank"] / parameters["bottleneck"] == pytest.approx(2.46, abs=5e-3)
+
+
+def test_counts_are_shown_beside_the_paper_s(capfd):
+    small = ["--config.hidden_size=64", "--config.intermediate_size=172", "--config.num_attention_heads=4"]
+    small += ["--config.num_hidden_layers=2", "--config.vocab_size=100", "--config.low_rank.bottleneck_size=16"]
+    found = _figures(capfd, "counts", "--tensor_parallel_size=2", "--tokens=128", *small)
+    forward = found["schemes"]["vanilla"]["forward"]
+    assert forward.keys() == {"launches", "values_per_token", "bytes", "gemm_flops", "saved_values_per_token"}
+    assert (forward["launches"], forward["values_per_token"]) == (7, 5 * 64 + 2 * 172)
+    assert forward["bytes"] == 2 * 128 * forward["values_per_token"]
+    assert found["ratios"]["GEMM FLOPs, full_rank over bottleneck"]["paper"] == 2.53
+    shown = _run(capfd, "counts", "--tensor_parallel_size=2", *small)
+    assert "values forward, vanilla over full_rank: 5.19 (paper 5.19)" in shown
+
+
+# ---- files
+
+
+def test_a_report_is_written_as_table_figures_and_bars(capfd, tmp_path):
+    _run(capfd, "block", "--repetitions=2", *TINY, f"--output={tmp_path / 'charts'}")
+    written = {path.name: path for path in (tmp_path / "charts").iterdir()}
+    assert written.keys() == {"block.txt", "block.json", "block.png"}
+    assert "vanilla / bottleneck" in written["block.txt"].read_text(encoding="utf-8")
+    assert json.loads(written["block.json"].read_text(encoding="utf-8"))["sizes"]["hidden_size"] == 32
+    assert written["block.png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_charts_that_cannot_be_drawn_are_told_before_anything_is_measured(monkeypatch, capfd, tmp_path):
+    monkeypatch.setattr("lightning_boost.benchmark.charts.importlib.util.find_spec", lambda _: None)
     with pytest.raises(SystemExit) as exit_info:
-        main(["benchmark", "strategy", "--repetitions=3", *TINY, "--json"])
-    assert exit_info.value.code == 0
-    found = json.loads(capfd.readouterr().out.splitlines()[-1])
-    quartiles = found["trainer_over_loop"]
-    assert 0 < quartiles["p25"] <= quartiles["median"] <= quartiles["p75"]
-    assert found["milliseconds"].keys() == {"trainer", "loop"}
+        main(["benchmark", "block", f"--output={tmp_path}"])
+    assert exit_info.value.code == 2
+    assert "output needs matplotlib" in capfd.readouterr().err
+
+
+# ---- numerics
 
 
 def _bf16_distance_by_hand(num_tokens, num_processes):
@@ -79,33 +207,20 @@ def test_numerics_in_the_paper_s_set_up():
         assert mean < forms["online, statistic in bf16"][1][1]
 
 
-def _run_numerics(capfd, *options):
-    with pytest.raises(SystemExit) as exit_info:
-        main(["benchmark", "numerics", *options])
-    assert exit_info.value.code == 0
-    return capfd.readouterr().out
-
-
 def test_numerics_are_measured_in_new_processes(capfd):
-    found = json.loads(_run_numerics(capfd, "--repetitions=1", "--processes=2", "--json").splitlines()[-1])
+    found = _figures(capfd, "numerics", "--repetitions=1", "--processes=2")
     assert found["sizes"] == {"tokens": 2, "processes": 2, "draws": 1}
     assert 0 < found["float32"]["online"]["from_one_process"]["largest"] < 2e-6
     assert found["bfloat16"]["paper"]["from_one_process"] == {"largest": 3.1e-2, "mean": 2.2e-3}
 
 
-def test_numerics_are_shown_beside_the_paper_s(capfd, monkeypatch):
-    exactness = numerics.Exactness(numerics.Distance(1.2e-6, 2e-7), numerics.Distance(3e-7, 4e-8))
-    asked = {}
-    found = {dtype: {"one process": exactness, "online": exactness} for dtype in numerics.PAPER}
-    monkeypatch.setattr(benchmark, "measure_numerics", lambda **given: asked.update(given) or found)
-    shown = _run_numerics(capfd)
-    assert asked == {"num_tokens": 2, "num_processes": 4, "num_draws": 15}
+@pytest.mark.usefixtures("warm")
+def test_numerics_are_shown_beside_the_paper_s(capfd):
+    shown = _run(capfd, "numerics", "--repetitions=1")
+    assert "2 tokens, 4 processes; absolute, median of 1 draws" in shown
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
-    assert rows[:3] == [
-        ["float32, one process", "", "", "3.0e-07", "4.0e-08"],
-        ["float32, online", "1.2e-06", "2.0e-07", "3.0e-07", "4.0e-08"],
-        ["float32, paper (2 tokens, 4 GPUs)", "7.0e-07", "6.0e-08", "", ""],
-    ]
+    assert rows[0][:3] == ["float32, one process", "", ""]
+    assert rows[2] == ["float32, paper (2 tokens, 4 GPUs)", "7.0e-07", "6.0e-08", "", ""]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +229,7 @@ def test_numerics_are_shown_beside_the_paper_s(capfd, monkeypatch):
         (["--processes=3"], "processes (3) must divide the 1024 features"),
         (["--tokens=0"], "tokens (0) must be at least 1"),
         (["--repetitions=0"], "repetitions (0) must be at least 1"),
-        (["--sizes.hidden_size=32"], "sizes are those of a block"),
+        (["--sizes.hidden_size=32"], "sizes.hidden_size"),
     ],
 )
 def test_numerics_that_cannot_be_measured_are_refused(options, message, capfd):

@@ -1,0 +1,47 @@
+"""Counts the bytes of all tensors that were made since, and are alive."""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+
+class LiveMemory(TorchDispatchMode):
+    """Follows the storages that operators make while it is entered, until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+        """Of the storages that are alive."""
+
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        for tensor in _tensors(output):
+            if tensor.untyped_storage()._cdata not in given:
+                self._follow(tensor.untyped_storage())
+        return output
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+
+        def forget(_: Any) -> None:
+            self.bytes -= size
+            del self._known[key]
+
+        self.bytes += size
+        self._known[key] = weakref.ref(storage, forget)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
