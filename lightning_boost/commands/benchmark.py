@@ -44,7 +44,7 @@ def benchmark(
     if what == "numerics":
         if sizes is not None:
             raise ValueError("sizes are those of a block; numerics has 1024 features, and takes tokens.")
-        return _numerics(tokens, processes or PAPER_PROCESSES, repetitions, json)
+        return _numerics(tokens, PAPER_PROCESSES if processes is None else processes, repetitions, json)
     given, processes = sizes or BlockSizes(), processes or 2
     if what == "strategy":
         return _strategy(given, processes, repetitions, json)
