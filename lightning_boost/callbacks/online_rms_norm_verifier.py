@@ -208,7 +208,10 @@ class OnlineRMSNormVerifier(Callback):
             ],
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+        # whoever follows the run must not read half a file
+        unfinished = self._path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+        unfinished.replace(self._path)
 
     def _show(self, trainer: Trainer) -> None:
         if not trainer.is_global_zero:

@@ -332,6 +332,15 @@ def test_the_worst_norm_is_logged_and_the_file_stands_beside_the_logs(log_each_n
     assert not (tmp_path / "elsewhere" / FILE_NAME).exists()
 
 
+def test_who_reads_the_file_meanwhile_reads_a_whole_one(tmp_path):
+    path = tmp_path / FILE_NAME
+    path.write_text("of an earlier fit")
+    with path.open() as reader:
+        run_processes(_fit, 2, tmp_path)
+        assert reader.read() == "of an earlier fit"
+    assert [file.name for file in tmp_path.iterdir()] == [FILE_NAME]
+
+
 # ---- nothing to verify
 
 
