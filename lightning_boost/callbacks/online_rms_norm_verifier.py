@@ -45,6 +45,7 @@ class OnlineRMSNormVerifier(Callback):
         every_n_steps: Optimizer steps from one comparison to the next.
         tolerance: Largest relative difference of a token; ``None``: by dtype, 2e-2 for bf16 and 1e-5 for fp32.
         on_violation: What follows a larger one: ``"warn"``, or ``"stop"``, an error on all processes.
+        log_each_norm: Whether each norm's figures are logged beside the worst, four for each.
 
     Raises:
         ValueError: If an option is out of range.
@@ -56,6 +57,7 @@ class OnlineRMSNormVerifier(Callback):
         every_n_steps: int = 100,
         tolerance: float | None = None,
         on_violation: Literal["warn", "stop"] = "warn",
+        log_each_norm: bool = False,
     ) -> None:
         super().__init__()
         if type(every_n_steps) is not int or every_n_steps < 1:
@@ -67,6 +69,7 @@ class OnlineRMSNormVerifier(Callback):
         self.every_n_steps = every_n_steps
         self.tolerance = tolerance
         self.on_violation = on_violation
+        self.log_each_norm = log_each_norm
         self._watch = ExitStack()
         self._begin_run()
 
@@ -166,10 +169,17 @@ class OnlineRMSNormVerifier(Callback):
                 self._worst[norm.name] = self._step, norm
 
     def _log(self, trainer: Trainer, norms: list[NormDifference]) -> None:
+        shown = {"online_rms_norm": norms}
+        if self.log_each_norm:
+            shown |= {f"online_rms_norm/{norm.name}": [norm] for norm in norms}
+        metrics = {
+            f"{prefix}/{name}": _largest(getattr(norm, name) for norm in of_prefix)
+            for prefix, of_prefix in shown.items()
+            for name in FIGURES
+        }
         # not by the module's own log, which drops what falls between two of log_every_n_steps
         for logger in trainer.loggers:
-            worst = {f"online_rms_norm/{name}": _largest(getattr(norm, name) for norm in norms) for name in FIGURES}
-            logger.log_metrics(worst, step=self._step)
+            logger.log_metrics(metrics, step=self._step)
 
     def _tolerance_for(self, norm: NormDifference) -> float:
         return self.tolerance if self.tolerance is not None else TOLERANCES.get(norm.dtype, TOLERANCES["float32"])
@@ -193,12 +203,15 @@ class OnlineRMSNormVerifier(Callback):
             "steps": self._steps,
             "is_within_tolerance": all(self._is_within_tolerance(norm) for _, norm in self._worst.values()),
             "norms": [
-                {**asdict(norm), "step": step, "tolerance": self._tolerance_for(norm)}
+                _in_json({**asdict(norm), "step": step, "tolerance": self._tolerance_for(norm)})
                 for step, norm in self._worst.values()
             ],
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(report, indent=2) + "\n")
+        # whoever follows the run must not read half a file
+        unfinished = self._path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+        unfinished.replace(self._path)
 
     def _show(self, trainer: Trainer) -> None:
         if not trainer.is_global_zero:
@@ -241,6 +254,13 @@ def _worst_of_each(found: Iterable[NormDifference]) -> list[NormDifference]:
         if norm.name not in worst or _badness(norm) > _badness(worst[norm.name]):
             worst[norm.name] = norm
     return sorted(worst.values(), key=lambda norm: [int(number) for number in re.findall(r"\d+", norm.name)])
+
+
+def _in_json(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields of a report with ``None`` for what is not finite, which JSON has no number for."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()
+    }
 
 
 def _badness(norm: NormDifference) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_boost.collectives import Label, all_gather
 from lightning_boost.model.norm import normalize
@@ -49,6 +50,9 @@ class NormDifference:
 def compare_with_exact(module: NormalizedProjections, x: Tensor, name: str) -> NormDifference:
     """Compare the latents of an online norm with ``A norm(x)`` on the gathered input, in fp32 at least.
 
+    No dispatch mode sees it: recompute, which is one, tells what it has kept by the order of operators, and would take
+    the latents that are computed here for those of a later norm.
+
     Communication: the norm's own all-reduce again, and all-gathers of ``x``, γ and ``A``; every process of the tensor
     axis must call this.
 
@@ -57,12 +61,18 @@ def compare_with_exact(module: NormalizedProjections, x: Tensor, name: str) -> N
         x: Its input, ``[…, D/tp]``.
         name: For the report.
     """
-    rows = x.flatten(0, -2)
-    online = module.latents(rows, CHUNK)
-    gathered = all_gather(rows.contiguous(), module.group, Label(CHUNK, "forward"))
-    # autocast would round what is to be exact
-    with torch.autocast(x.device.type, enabled=False):
-        exact = _exact_latents(module, gathered.transpose(0, 1).flatten(1))
+    with _disable_current_modes():
+        rows = x.flatten(0, -2)
+        online = module.latents(rows, CHUNK)
+        gathered = all_gather(rows.contiguous(), module.group, Label(CHUNK, "forward"))
+        # autocast would round what is to be exact
+        with torch.autocast(x.device.type, enabled=False):
+            exact = _exact_latents(module, gathered.transpose(0, 1).flatten(1))
+        return _difference(online, exact, name)
+
+
+def _difference(online: Tensor, exact: Tensor, name: str) -> NormDifference:
+    """Return the figures of latents ``[N, R]`` beside the exact ones."""
     difference = online.to(exact.dtype) - exact
     smallest = torch.finfo(exact.dtype).tiny
     relative = difference.norm(dim=-1) / exact.norm(dim=-1).clamp(min=smallest)

@@ -289,28 +289,56 @@ def test_a_defect_stops_all_processes_at_the_same_step(name, tmp_path):
     assert ["each at its worst" in printed for *_, printed in found] == [True, False]
 
 
+class _NoNumber(UsersModule):
+    def on_train_start(self):
+        torch.nn.init.constant_(self.net.model.layers[1].input_layernorm.weight, float("nan"))
+
+
+def test_what_is_no_number_is_a_violation_and_null_in_the_file(tmp_path):
+    """JSON has no NaN, and its stricter readers none either."""
+    run_processes(_fit, 2, tmp_path, _NoNumber())
+    found = json.loads((tmp_path / FILE_NAME).read_text(), parse_constant=pytest.fail)
+    assert not found["is_within_tolerance"]
+    assert [norm["max_relative"] is None for norm in found["norms"]] == [True] * 4
+    assert [norm["step"] for norm in found["norms"]] == [2, 2, 0, 0]
+
+
 # ---- what it says
 
 
-def _fit_with_logger(folder):
-    verifier, logger = OnlineRMSNormVerifier(every_n_steps=2), CSVLogger(folder, name="run")
+def _fit_with_logger(folder, log_each_norm):
+    logger = CSVLogger(folder, name="run")
+    verifier = OnlineRMSNormVerifier(every_n_steps=2, log_each_norm=log_each_norm)
     trainer = trainer_for(logger=logger, callbacks=[verifier], default_root_dir=folder / "elsewhere")
     trainer.fit(UsersModule(), loader())
 
 
-def test_the_worst_norm_is_logged_and_the_file_stands_beside_the_logs(tmp_path):
-    run_processes(_fit_with_logger, 2, tmp_path)
+@pytest.mark.parametrize("log_each_norm", [False, True])
+def test_the_worst_norm_is_logged_and_the_file_stands_beside_the_logs(log_each_norm, tmp_path):
+    run_processes(_fit_with_logger, 2, tmp_path, log_each_norm)
     folder = tmp_path / "run" / "version_0"
     found = json.loads((folder / FILE_NAME).read_text())
     with (folder / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["online_rms_norm/max_relative"]]
     assert [row["step"] for row in rows] == ["0", "2"]
+    of_each = [f"{norm}/" for norm in NORMS] if log_each_norm else []
     assert {name for name in rows[0] if name.startswith("online_rms_norm/")} == {
-        f"online_rms_norm/{figure}" for figure in FIGURES
+        f"online_rms_norm/{norm}{figure}" for norm in ["", *of_each] for figure in FIGURES
     }
-    logged = max(float(row["online_rms_norm/max_relative"]) for row in rows)
-    assert logged == max(norm["max_relative"] for norm in found["norms"])
+    largest = {norm["name"] + "/": norm["max_relative"] for norm in found["norms"]}
+    largest[""] = max(largest.values())
+    for norm in ["", *of_each]:
+        assert max(float(row[f"online_rms_norm/{norm}max_relative"]) for row in rows) == largest[norm]
     assert not (tmp_path / "elsewhere" / FILE_NAME).exists()
+
+
+def test_who_reads_the_file_meanwhile_reads_a_whole_one(tmp_path):
+    path = tmp_path / FILE_NAME
+    path.write_text("of an earlier fit")
+    with path.open() as reader:
+        run_processes(_fit, 2, tmp_path)
+        assert reader.read() == "of an earlier fit"
+    assert [file.name for file in tmp_path.iterdir()] == [FILE_NAME]
 
 
 # ---- nothing to verify

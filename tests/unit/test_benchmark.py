@@ -226,6 +226,7 @@ def test_numerics_are_shown_beside_the_paper_s(capfd):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--processes=0"], "processes (0) must be at least 1"),
         (["--processes=3"], "processes (3) must divide the 1024 features"),
         (["--tokens=0"], "tokens (0) must be at least 1"),
         (["--repetitions=0"], "repetitions (0) must be at least 1"),
