@@ -31,8 +31,8 @@ from lightning_boost.tensor_parallel.library import gemm_dtype
 from lightning_boost.tensor_parallel.local_parameter import local, local_size
 from lightning_boost.tensor_parallel.ops import Expand, NormProjectReduce, ProjectReduce
 
-_GROUP = "_lightning_boost_group"
-"""Of a group's outputs: whose they are."""
+_PARTS = "_lightning_boost_parts"
+"""Of a group's outputs: whose they are, and the part of each member."""
 
 
 class FactorPair(nn.Module):
@@ -121,20 +121,35 @@ class GroupMember(nn.Module):
 
     @override
     def forward(self, outputs: Tensor) -> Tensor:
-        """Cut ``[…, w_i]`` out of ``[…, w]``."""
-        if getattr(outputs, _GROUP, None) != id(self.__dict__["members"]):
+        """Take ``[…, w_i]`` out of ``[…, w]``."""
+        owner, parts = getattr(outputs, _PARTS, (None, []))
+        if owner != id(self.__dict__["members"]):
             raise RuntimeError(
                 "a projection must read its norm's output as it is, and got something else: the model's forward does"
                 " more between the two than the layout says. Describe its parts with a DecoderLayout, or set"
                 " tensor_parallel_size to 1."
             )
-        widths = [member.local_width for member in self.__dict__["members"]]
-        return outputs.narrow(-1, sum(widths[: self.index]), widths[self.index])
+        part: Tensor = parts[self.index]
+        return part
 
 
-def mark_outputs(outputs: Tensor, members: list[GroupMember]) -> Tensor:
-    """Return a group's outputs so that its members know them from anything that is made of them."""
-    setattr(outputs, _GROUP, id(members))
+def hand_out(rows: Tensor, shape: Sequence[int], members: list[GroupMember]) -> Tensor:
+    """Return a group's outputs so that each member finds its part, and all know them from what is made of them.
+
+    They are cut once: cut by each member, their gradients would be padded with zeros to full width and added up.
+
+    Args:
+        rows: The outputs, ``[N, w]``.
+        shape: The dims that rows stand for.
+        members: Of the group.
+
+    Returns:
+        ``[…, w]``.
+    """
+    parts = rows.split([member.local_width for member in members], -1)
+    # the parts are views of the rows, not of what holds them here: they could not be freed together
+    outputs = rows.view(*shape, rows.shape[-1])
+    setattr(outputs, _PARTS, (id(members), [part.view(*shape, part.shape[-1]) for part in parts]))
     return outputs
 
 
@@ -213,8 +228,7 @@ class NormalizedProjections(nn.Module):
             y = self._dense(rows, dense)
         else:
             y = self._in_order(pairs, self._low_rank(rows, pairs), dense, self._dense(rows, dense))
-        y = y.view(*x.shape[:-1], y.shape[-1])
-        return mark_outputs(y, self.__dict__["members"])
+        return hand_out(y, x.shape[:-1], self.__dict__["members"])
 
     def latents(self, rows: Tensor, chunk: str) -> Tensor:
         """Return the latents ``[N, R]`` of the group's pairs, before σ; ``chunk`` labels the all-reduce."""

@@ -30,7 +30,7 @@ from typing_extensions import override
 from lightning_boost.collectives import Label, group_index, group_size, start_all_reduce
 from lightning_boost.mesh import shard_bounds
 from lightning_boost.model.norm import normalize
-from lightning_boost.tensor_parallel.bottleneck import FactorPair, GroupMember, activate, mark_outputs
+from lightning_boost.tensor_parallel.bottleneck import FactorPair, GroupMember, activate, hand_out
 from lightning_boost.tensor_parallel.dense import CutRows, GatherToSplit, Rows, ScatterFeatures
 from lightning_boost.tensor_parallel.library import gemm_dtype, gemm_flops, operator
 from lightning_boost.tensor_parallel.local_parameter import local, local_size
@@ -170,7 +170,7 @@ class VanillaNorm(nn.Module):
         members: list[VanillaMember] = self.__dict__["members"]
         hidden = local(self.weight) * normalize(x, self.eps)
         latents = into_bottleneck(hidden, [member.local_a() for member in members], self.group, self.chunk)
-        return mark_outputs(latents, self.__dict__["members"])
+        return hand_out(latents, x.shape[:-1], self.__dict__["members"])
 
 
 class VanillaLinear(FactorPair):
@@ -201,7 +201,8 @@ class VanillaLinear(FactorPair):
             whole = gathered(x.to(dtype), factor_a.shape[1], self.group, self.chunk)
             z = linear(whole, factor_a.to(dtype))
         else:
-            z = into_bottleneck(x, [factor_a], self.group, self.chunk)
+            rows = into_bottleneck(x, [factor_a], self.group, self.chunk)
+            z = rows.view(*x.shape[:-1], rows.shape[-1])
         return reduced(activate(z, [self]), self, self.group, self.chunk)
 
 
@@ -211,10 +212,10 @@ def own_bottleneck(pair: FactorPair) -> int:
 
 
 def into_bottleneck(x: Tensor, factors_a: Sequence[Tensor], group: str, chunk: str) -> Tensor:
-    """Map a whole ``[…, in]`` to this process's latents of every projection, side by side: ``[…, ΣR_i/tp]``."""
+    """Map a whole ``[…, in]`` to this process's latents of every projection, side by side: ``[N, ΣR_i/tp]``."""
     dtype = gemm_dtype(factors_a[0])
     z: Tensor = ProjectWhole.apply(x.flatten(0, -2).to(dtype), group, chunk, *(each.to(dtype) for each in factors_a))
-    return z.view(*x.shape[:-1], z.shape[-1])
+    return z
 
 
 def reduced(z: Tensor, pair: FactorPair, group: str, chunk: str) -> Tensor:
