@@ -7,7 +7,7 @@ A chunk starts at a ``factor_b``, split over output features, runs through atten
 in the place of       stands
 ====================  =================================================================================
 a norm                ``NormalizedProjections``: γ, every ``A`` that reads the norm, one all-reduce, σ,
-                      every ``B``; gives the projections' outputs side by side
+                      every ``B``; hands out the projections' outputs
 such a projection     ``LowRankMember``, ``DenseMember``: takes its own part of them
 o, down               ``BottleneckParallelLinear``: ``A``, one all-reduce, σ, ``B``
 a dense o, down       ``RowParallelLinear``: a reduce-scatter over features
@@ -133,22 +133,19 @@ class GroupMember(nn.Module):
         return part
 
 
-def hand_out(rows: Tensor, shape: Sequence[int], members: list[GroupMember]) -> Tensor:
-    """Return a group's outputs so that each member finds its part, and all know them from what is made of them.
-
-    They are cut once: cut by each member, their gradients would be padded with zeros to full width and added up.
+def hand_out(parts: Sequence[Tensor], shape: Sequence[int], members: list[GroupMember]) -> Tensor:
+    """Return a tensor from which each member of a group takes its part, and by which it knows that it may.
 
     Args:
-        rows: The outputs, ``[N, w]``.
+        parts: Of the members, in order: ``[N, w_i]``.
         shape: The dims that rows stand for.
         members: Of the group.
 
     Returns:
-        ``[…, w]``.
+        The first part, ``[…, w_1]``, with all of them behind it.
     """
-    parts = rows.split([member.local_width for member in members], -1)
-    # the parts are views of the rows, not of what holds them here: they could not be freed together
-    outputs = rows.view(*shape, rows.shape[-1])
+    # a view of its own: what a tensor keeps as an attribute must not keep the tensor, or neither would be freed
+    outputs = parts[0].view(*shape, parts[0].shape[-1])
     setattr(outputs, _PARTS, (id(members), [part.view(*shape, part.shape[-1]) for part in parts]))
     return outputs
 
@@ -209,7 +206,7 @@ class NormalizedProjections(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """Map this process's features ``[…, D/tp]`` to its features of every projection, ``[…, w]``.
+        """Map this process's features ``[…, D/tp]`` to what its projections take their features from.
 
         Raises:
             ValueError: If ``x`` has another width.
@@ -222,13 +219,13 @@ class NormalizedProjections(nn.Module):
                 " tensor_parallel_size to 1."
             )
         rows, pairs, dense = x.flatten(0, -2), self.low_rank_members, self.dense_members
-        if not dense:
-            y = self._low_rank(rows, pairs)
-        elif not pairs:
-            y = self._dense(rows, dense)
-        else:
-            y = self._in_order(pairs, self._low_rank(rows, pairs), dense, self._dense(rows, dense))
-        return hand_out(y, x.shape[:-1], self.__dict__["members"])
+        outputs: dict[GroupMember, Tensor] = {}
+        if pairs:
+            outputs |= zip(pairs, self._low_rank(rows, pairs), strict=True)
+        if dense:
+            outputs |= zip(dense, self._dense(rows, dense), strict=True)
+        members = self.__dict__["members"]
+        return hand_out([outputs[member] for member in members], x.shape[:-1], members)
 
     def latents(self, rows: Tensor, chunk: str) -> Tensor:
         """Return the latents ``[N, R]`` of the group's pairs, before σ; ``chunk`` labels the all-reduce."""
@@ -246,25 +243,19 @@ class NormalizedProjections(nn.Module):
         )
         return z
 
-    def _low_rank(self, rows: Tensor, pairs: Sequence[LowRankMember]) -> Tensor:
+    def _low_rank(self, rows: Tensor, pairs: Sequence[LowRankMember]) -> list[Tensor]:
         return expand(activate(self.latents(rows, self.chunk), pairs), pairs, self.group, self.chunk)
 
-    def _dense(self, rows: Tensor, members: Sequence[DenseMember]) -> Tensor:
+    def _dense(self, rows: Tensor, members: Sequence[DenseMember]) -> list[Tensor]:
         hidden: Tensor = NormGather.apply(rows, local(self.weight), self.eps, self.group, self.chunk)
         hidden = SplitReader.apply(hidden, self.group)
         dtype = gemm_dtype(members[0].weight)
         weight = torch.cat([own_rows(member.weight, member.rows, self.group, self.chunk) for member in members])
-        y = linear(hidden.to(dtype), weight.to(dtype))
-        return add_biases(y, [member.bias for member in members], members, self.group, self.chunk)
-
-    def _in_order(
-        self, pairs: Sequence[LowRankMember], low_rank: Tensor, dense: Sequence[DenseMember], full: Tensor
-    ) -> Tensor:
-        parts: dict[GroupMember, Tensor] = {}
-        for members, outputs in ((pairs, low_rank), (dense, full)):
-            widths = [member.local_width for member in members]
-            parts |= dict(zip(members, outputs.split(widths, -1), strict=True))
-        return torch.cat([parts[member] for member in self.__dict__["members"]], -1)
+        outputs = linear(hidden.to(dtype), weight.to(dtype)).split([member.local_width for member in members], -1)
+        return [
+            add_bias(y, member.bias, member.rows, self.group, self.chunk)
+            for y, member in zip(outputs, members, strict=True)
+        ]
 
 
 class BottleneckParallelLinear(FactorPair):
@@ -288,7 +279,7 @@ class BottleneckParallelLinear(FactorPair):
         """Map ``[…, in/tp]`` to ``[…, out/tp]``."""
         factor_a = self.local_a()
         z = ProjectReduce.apply(x.flatten(0, -2), factor_a.to(gemm_dtype(factor_a)), self.group, self.chunk)
-        y = expand(activate(z, [self]), [self], self.group, self.chunk)
+        (y,) = expand(activate(z, [self]), [self], self.group, self.chunk)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -320,25 +311,13 @@ def activate(z: Tensor, pairs: Sequence[FactorPair]) -> Tensor:
     return torch.cat([pair.sigma(part) for pair, part in zip(pairs, parts, strict=True)], -1)
 
 
-def expand(z: Tensor, pairs: Sequence[FactorPair], group: str, chunk: str) -> Tensor:
-    """Map latents ``[N, R]`` to this process's outputs of every pair, side by side, biases added."""
+def expand(z: Tensor, pairs: Sequence[FactorPair], group: str, chunk: str) -> list[Tensor]:
+    """Map latents ``[N, R]`` to this process's outputs of every pair, ``[N, w_i]``, biases added."""
     factors_b = [pair.local_b(group, chunk).to(z.dtype) for pair in pairs]
-    y: Tensor = Expand.apply(z, group, chunk, *factors_b)
-    return add_biases(y, [pair.output_bias() for pair in pairs], pairs, group, chunk)
+    outputs: Sequence[Tensor] = Expand.apply(z, group, chunk, *factors_b)
+    return [add_bias(y, pair.output_bias(), pair.rows, group, chunk) for y, pair in zip(outputs, pairs, strict=True)]
 
 
-def add_biases(
-    y: Tensor,
-    biases: Sequence[Tensor | None],
-    owners: Sequence[FactorPair | DenseLayer],
-    group: str,
-    chunk: str,
-) -> Tensor:
-    """Add this process's share of each bias to its part of ``y``."""
-    if all(bias is None for bias in biases):
-        return y
-    shares = [
-        y.new_zeros(owner.local_width) if bias is None else own_rows(bias, owner.rows, group, chunk).to(y.dtype)
-        for bias, owner in zip(biases, owners, strict=True)
-    ]
-    return y + torch.cat(shares)
+def add_bias(y: Tensor, bias: Tensor | None, rows: Rows | None, group: str, chunk: str) -> Tensor:
+    """Add this process's share of a projection's bias, if it has one."""
+    return y if bias is None else y + own_rows(bias, rows, group, chunk).to(y.dtype)

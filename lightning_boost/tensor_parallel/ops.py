@@ -126,63 +126,44 @@ class ProjectReduce(torch.autograd.Function):
         return torch.mm(grad_z, factor_a).to(x.dtype), grad_a, None, None
 
 
-def _grouped_mm(source: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Multiply the parts of ``source`` by a weight each and lay the results side by side.
-
-    One batched GEMM where the weights agree in shape, one GEMM each where not; neither copies an input or an output.
-
-    Args:
-        source: ``[N, ΣK_i]``.
-        weights: ``[K_i, M_i]`` each; the result is ``[N, ΣM_i]``.
-    """
-    depth, width = weights[0].shape
-    output = source.new_empty(source.shape[0], sum(weight.shape[1] for weight in weights))
-    if len(weights) > 1 and all(weight.shape == (depth, width) for weight in weights):
-        parts = source.unflatten(-1, (len(weights), depth)).transpose(0, 1)
-        torch.bmm(parts, torch.stack(list(weights)), out=output.unflatten(-1, (len(weights), width)).transpose(0, 1))
-        return output
-    sources = source.split([weight.shape[0] for weight in weights], -1)
-    outputs = output.split([weight.shape[1] for weight in weights], -1)
-    for part, weight, result in zip(sources, weights, outputs, strict=True):
-        torch.mm(part, weight, out=result)
-    return output
-
-
-@operator("expand(Tensor z, Tensor[] factors_b) -> Tensor", flops=lambda z, factors_b: gemm_flops(z[0], *factors_b))
-def _expand(z: Tensor, factors_b: Sequence[Tensor]) -> Tensor:
-    return _grouped_mm(z, [factor.t() for factor in factors_b])
+@operator("expand(Tensor z, Tensor[] factors_b) -> Tensor[]", flops=lambda z, factors_b: gemm_flops(z[0], *factors_b))
+def _expand(z: Tensor, factors_b: Sequence[Tensor]) -> list[Tensor]:
+    latents = z.split([factor.shape[1] for factor in factors_b], -1)
+    return [torch.mm(latent, factor.t()) for latent, factor in zip(latents, factors_b, strict=True)]
 
 
 def _expand_backward_flops(
-    grad_y: Sequence[int], _: Any, factors_b: Sequence[Sequence[int]], needed: Sequence[bool], *__: Any
+    grads_y: Sequence[Sequence[int]], _: Any, factors_b: Sequence[Sequence[int]], needed: Sequence[bool], *__: Any
 ) -> int:
     is_z_needed, *are_factors_needed = needed
     products = [*factors_b] * is_z_needed + [
         factor for factor, each in zip(factors_b, are_factors_needed, strict=True) if each
     ]
-    return gemm_flops(grad_y[0], *products)
+    return gemm_flops(grads_y[0][0], *products)
 
 
 @operator(
-    "expand_backward(Tensor grad_y, Tensor z, Tensor[] factors_b, bool[] needed, str group, str chunk)"
+    "expand_backward(Tensor[] grads_y, Tensor z, Tensor[] factors_b, bool[] needed, str group, str chunk)"
     " -> (Tensor, Tensor[])",
     flops=_expand_backward_flops,
 )
 def _expand_backward(
-    grad_y: Tensor, z: Tensor, factors_b: Sequence[Tensor], needed: Sequence[bool], group: str, chunk: str
+    grads_y: Sequence[Tensor], z: Tensor, factors_b: Sequence[Tensor], needed: Sequence[bool], group: str, chunk: str
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the gradients of ``z`` and of the factors; empty ones where ``needed`` says so, ``z`` first."""
     is_z_needed, *are_factors_needed = needed
+    sizes = [factor.shape[1] for factor in factors_b]
     grad_z, in_flight = z.new_empty(0), None
     if is_z_needed:
-        grad_z = _grouped_mm(grad_y, factors_b)
+        # side by side, as they are reduced: no copy between them
+        grad_z = torch.empty_like(z)
+        for grad, factor, part in zip(grads_y, factors_b, grad_z.split(sizes, -1), strict=True):
+            torch.mm(grad, factor, out=part)
         in_flight = start_all_reduce(grad_z, group, Label(chunk, "backward"))
     # the factors' gradients do not wait for the sum: they are computed while it travels
-    grad_outputs = grad_y.split([factor.shape[0] for factor in factors_b], -1)
-    latents = z.split([factor.shape[1] for factor in factors_b], -1)
     grads_b = [
         torch.mm(grad.t(), latent) if is_needed else z.new_empty(0)
-        for grad, latent, is_needed in zip(grad_outputs, latents, are_factors_needed, strict=True)
+        for grad, latent, is_needed in zip(grads_y, z.split(sizes, -1), are_factors_needed, strict=True)
     ]
     if in_flight is not None:
         in_flight.wait()
@@ -190,14 +171,16 @@ def _expand_backward(
 
 
 class Expand(torch.autograd.Function):
-    """Compute every projection's ``B z`` of a group, side by side.
+    """Compute every projection's ``B z`` of a group.
+
+    Each has an output of its own: laid side by side they would have to be cut, and their gradients put together again.
 
     ================  ===============  ==========================================
     tensor            this process     note
     ================  ===============  ==========================================
     ``z``             ``[N, R]``       whole latents, σ applied
     ``factors_b``     ``[w_i, R_i]``   column-parallel
-    ``y``             ``[N, w]``       this process's features of each projection
+    ``y_i``           ``[N, w_i]``     this process's features of each projection
     ================  ===============  ==========================================
 
     Communication: forward none; backward one all-reduce of ``N R`` values, in flight while the gradients of the
@@ -206,20 +189,19 @@ class Expand(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, group: str, chunk: str, *factors_b: Tensor) -> Tensor:
-        """Return ``y``."""
+    def forward(ctx: Any, z: Tensor, group: str, chunk: str, *factors_b: Tensor) -> tuple[Tensor, ...]:
+        """Return every ``y_i``."""
         ctx.save_for_backward(z, *factors_b)
         ctx.group, ctx.chunk = group, chunk
-        y: Tensor = _expand(z, factors_b)
-        return y
+        return tuple(_expand(z, factors_b))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads_y: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``z``, whole, and of the factors."""
         z, *factors_b = ctx.saved_tensors
         is_z_needed, _, _, *are_factors_needed = ctx.needs_input_grad
         needed = [is_z_needed, *are_factors_needed]
-        grad_z, grads_b = _expand_backward(grad_y, z, factors_b, needed, ctx.group, ctx.chunk)
+        grad_z, grads_b = _expand_backward(grads_y, z, factors_b, needed, ctx.group, ctx.chunk)
         gradients = [grad if is_needed else None for grad, is_needed in zip((grad_z, *grads_b), needed, strict=True)]
         return gradients[0], None, None, *gradients[1:]

@@ -70,5 +70,5 @@ class UngroupedProjection(FactorPair):
             self.chunk,
             factor_a.to(gemm_dtype(factor_a)),
         )
-        y = expand(activate(z, [self]), [self], self.group, self.chunk)
+        (y,) = expand(activate(z, [self]), [self], self.group, self.chunk)
         return y.view(*x.shape[:-1], y.shape[-1])

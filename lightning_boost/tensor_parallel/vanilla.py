@@ -128,7 +128,7 @@ class VanillaMember(GroupMember, FactorPair):
 
     @override
     def forward(self, outputs: Tensor) -> Tensor:
-        """Map the latents of the group's projections ``[…, ΣR_i/tp]`` to ``[…, out]``, or ``[…, out/tp]``."""
+        """Map this projection's latents of the group's, ``[…, R/tp]``, to ``[…, out]``, or ``[…, out/tp]``."""
         z = activate(super().forward(outputs), [self])
         if not self.is_sharded:
             return reduced(z, self, self.group, self.chunk)
@@ -166,11 +166,12 @@ class VanillaNorm(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[…, D]`` to the latents before σ, side by side: ``[…, ΣR_i/tp]``."""
+        """Map ``[…, D]`` to what projections take their latents ``[…, R_i/tp]`` from, before σ."""
         members: list[VanillaMember] = self.__dict__["members"]
         hidden = local(self.weight) * normalize(x, self.eps)
         latents = into_bottleneck(hidden, [member.local_a() for member in members], self.group, self.chunk)
-        return hand_out(latents, x.shape[:-1], self.__dict__["members"])
+        parts = latents.split([member.local_width for member in members], -1)
+        return hand_out(parts, x.shape[:-1], self.__dict__["members"])
 
 
 class VanillaLinear(FactorPair):

@@ -162,9 +162,8 @@ def bias_on_every_process():
     original = bottleneck.expand
 
     def expand(z, pairs, group, chunk):
-        y = original(z, pairs, group, chunk)
-        biases = [pair.factor_b.bias for pair in pairs]
-        return y + torch.cat([bottleneck.local(bias) for bias in biases])
+        outputs = original(z, pairs, group, chunk)
+        return [y + bottleneck.local(pair.factor_b.bias) for y, pair in zip(outputs, pairs, strict=True)]
 
     bottleneck.expand = expand
 
