@@ -48,7 +48,10 @@ class RequestedSizes:
                 " pipeline_parallel_size 1, and are not used."
             )
         if self.recompute.kind == "none" and self.recompute != RecomputeOptions():
-            rank_zero_warn("recompute_every and keep_attention mean nothing with recompute 'none', and are not used.")
+            rank_zero_warn(
+                "recompute_every, keep_attention and store_latents mean nothing with recompute 'none', and are not"
+                " used."
+            )
 
     def _given(self) -> dict[str, int]:
         names = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
@@ -144,6 +147,11 @@ class RequestedSizes:
             check_pipeline(decoder, pipeline, self.pipeline)
         if self.recompute.kind != "none":
             check_layers(decoder)
+            if self.recompute.store_latents == "sharded" and tensor == 1:
+                rank_zero_warn(
+                    "store_latents ('sharded') means nothing with tensor_parallel_size 1, where nobody keeps the"
+                    " others' shares: latents are kept whole."
+                )
         return sizes
 
 

@@ -1,5 +1,6 @@
 """Recompute beside no recompute: the same gradients bit for bit, no collective twice, and what is kept, counted."""
 
+from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -51,6 +52,7 @@ LAYOUTS = {
 }
 LOW_RANK, BLOCK = RecomputeOptions(kind="low_rank"), RecomputeOptions(kind="block")
 WITH_ATTENTION = RecomputeOptions(kind="low_rank", keep_attention=True)
+SHARDED = RecomputeOptions(kind="low_rank", store_latents="sharded")
 
 
 def _model(config, recompute, *, data_axis="replicate", options=None, **sizes):
@@ -105,14 +107,28 @@ def _compared(config, kinds, layout, plant=None):
     return counts, [(_unequal(expected, exact), other_counts) for exact, other_counts in found]
 
 
+def _with_gathers(counts, shape):
+    """Add one gather in backward for each collective that gives all processes the same in forward.
+
+    What the last one of a full-rank block gives is only added to the residual: without dropout no second run needs it.
+    """
+    total = Counter(counts)
+    for (operation, chunk, pass_), launches in counts.items():
+        is_whole = chunk in CHUNKS and pass_ == "forward" and operation != "reduce_scatter"
+        if is_whole and (shape, chunk) != ("full rank", "down"):
+            total["all_gather", chunk, "backward"] += launches
+    return dict(total)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_are_bit_equal_and_no_collective_runs_twice(shape, size):
-    kinds = [LOW_RANK, WITH_ATTENTION, BLOCK]
+    kinds = [LOW_RANK, WITH_ATTENTION, SHARDED, BLOCK]
     for plain, found in run_processes(_compared, size, small_config(**SHAPES[shape]), kinds, {"tensor": size}):
-        assert [unequal for unequal, _ in found] == [[], [], []]
-        *low_rank, block = (counts for _, counts in found)
+        assert [unequal for unequal, _ in found] == [[], [], [], []]
+        *low_rank, sharded, block = (counts for _, counts in found)
         assert low_rank == [plain, plain]
+        assert sharded == _with_gathers(plain, shape)
         assert (block != plain) == (size > 1)
 
 
@@ -122,11 +138,13 @@ def test_gradients_are_bit_equal_and_no_collective_runs_twice(shape, size):
 def test_all_axes(layout, shape):
     processes, sizes = LAYOUTS[layout]
     config = small_config(num_hidden_layers=4, **SHAPES[shape])
-    for plain, ((unequal, counts), (block_unequal, _)) in run_processes(
-        _compared, processes, config, [LOW_RANK, BLOCK], sizes
+    kinds = [LOW_RANK, SHARDED, BLOCK]
+    for plain, ((unequal, counts), (sharded_unequal, sharded), (block_unequal, _)) in run_processes(
+        _compared, processes, config, kinds, sizes
     ):
-        assert unequal == block_unequal == []
+        assert unequal == sharded_unequal == block_unequal == []
         assert counts == plain
+        assert sharded == _with_gathers(plain, shape)
 
 
 def _forgotten(operator):
@@ -170,23 +188,28 @@ def test_a_planted_defect_is_seen(plant, shape, processes, sizes):
 def _forward_and_backward(recompute, num_layers):
     _, counts = _trained(small_config(num_hidden_layers=num_layers), recompute, tensor=2)
     layers = {key: number for key, number in counts.items() if key[1] in CHUNKS}
-    return [sum(number for key, number in layers.items() if key[2] == pass_) for pass_ in ("forward", "backward")]
+    wanted = [("all_reduce", "forward"), ("all_reduce", "backward"), ("all_gather", "backward")]
+    found = [sum(number for key, number in layers.items() if (key[0], key[2]) == each) for each in wanted]
+    assert sum(found) == sum(layers.values())
+    return found
 
 
 @pytest.mark.parametrize(
-    ("options", "again"),
+    ("options", "again", "gathering"),
     [
-        ({"kind": "none"}, 0),
-        ({"kind": "low_rank"}, 0),
-        ({"kind": "block"}, 5),
-        ({"kind": "block", "every": 2}, 3),
-        ({"kind": "block", "every": 0.4}, 2),
+        ({"kind": "none"}, 0, 0),
+        ({"kind": "low_rank"}, 0, 0),
+        ({"kind": "low_rank", "store_latents": "sharded"}, 0, 5),
+        ({"kind": "low_rank", "store_latents": "sharded", "every": 2}, 0, 3),
+        ({"kind": "block"}, 5, 0),
+        ({"kind": "block", "every": 2}, 3, 0),
+        ({"kind": "block", "every": 0.4}, 2, 0),
     ],
 )
-def test_a_block_has_four_collectives_forward_and_four_backward(options, again):
+def test_a_block_has_four_collectives_forward_and_four_backward(options, again, gathering):
     """Over two steps; with kind block the forward ones of the chosen blocks run again, which the count tells."""
     for found in run_processes(_forward_and_backward, 2, RecomputeOptions(**options), 5):
-        assert found == [2 * 4 * (5 + again), 2 * 4 * 5]
+        assert found == [2 * 4 * (5 + again), 2 * 4 * 5, 2 * 4 * gathering]
 
 
 def _values_kept(config, recompute, size):
@@ -210,6 +233,7 @@ def _values_kept(config, recompute, size):
     [
         ("cola", LOW_RANK, {1: 7 * 15 + 64, 2: 7 * 15 + 2 + 32, 4: 7 * 15 + 2 + 16}),
         ("cola", WITH_ATTENTION, {1: 7 * 15 + 64 + 72, 2: 7 * 15 + 2 + 32 + 36, 4: 7 * 15 + 2 + 16 + 18}),
+        ("cola", SHARDED, {1: 7 * 15 + 64, 2: 7 * 15 / 2 + 2 + 32, 4: 7 * 15 / 4 + 2 + 16}),
         ("cola", BLOCK, {1: 64, 2: 32, 4: 16}),
         ("cola", RecomputeOptions(), {1: 1376, 2: 730, 4: 471}),
         ("full_rank", LOW_RANK, {1: 64, 2: 3 * 64, 4: 3 * 64}),
