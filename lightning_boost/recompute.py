@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_boost.collectives import Label, all_gather, group_index, group_size
 from lightning_boost.layout import Decoder, projection_of
@@ -75,10 +75,26 @@ class RecomputeOptions:
                 " recompute to 'low_rank' to keep a share of them."
             )
 
+    def __str__(self) -> str:
+        if self.kind == "none":
+            return "no recompute"
+        where = "every block" if self.every == 1 else f"every {self.every:g}. block"
+        if self.every < 1:
+            where = f"{self.every:.0%} of the blocks"
+        kept = [", attention kept"] * self.keep_attention + [", latents sharded"] * (self.store_latents == "sharded")
+        return f"recompute {self.kind} in {where}{''.join(kept)}"
+
     def choose(self, num_blocks: int) -> list[int]:
         """Return the indices of the blocks that are recomputed: spread evenly, the first among them."""
         share = 1 / Fraction(self.every) if self.every >= 1 else Fraction(self.every).limit_denominator(1000)
         return [index for index in range(num_blocks) if ceil((index + 1) * share) > ceil(index * share)]
+
+
+@runtime_checkable
+class AsksForRecompute(Protocol):
+    """A callback that chooses recompute in the strategy's stead."""
+
+    recompute_options: RecomputeOptions
 
 
 def recompute_layers(
@@ -250,16 +266,23 @@ class _KeepShares(_SharedOut):
 
 
 class _GatherShares(_SharedOut):
-    """The second run: gathers in the order of the first, which is that of all processes."""
+    """The second run: gathers in the order of the first, which is that of all processes, and frees the shares."""
+
+    has_begun = False
 
     @override
-    def run(self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.shares:
+    def __enter__(self) -> Self:
+        if self.has_begun:
             raise RuntimeError(
                 "backward may go once through a recomputed block, whose second run frees what was kept. Leave out"
                 " retain_graph=True and go backward from the sum of all losses, or set recompute to 'none'."
             )
-        # freed where it is used
+        self.has_begun = True
+        entered: Self = super().__enter__()  # type: ignore[no-untyped-call]
+        return entered
+
+    @override
+    def run(self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         results = self.shares.popleft().gather()
         return results if len(results) > 1 else results[0]
 

@@ -115,7 +115,7 @@ class BoostParallelStrategy(ResumableStrategy):
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self.timeout = timeout
-        self.requested = RequestedSizes(
+        self.requested = self._own_requests = RequestedSizes(
             tensor_parallel_size=tensor_parallel_size,
             data_parallel_size=data_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
@@ -163,7 +163,7 @@ class BoostParallelStrategy(ResumableStrategy):
         """Refuse what cannot work while there is one process and no group yet; the module is connected.
 
         Raises:
-            ValueError: If the precision, a callback, the sizes or the decoder cannot be trained so.
+            ValueError: If the precision, a callback, recompute, the sizes or the decoder cannot be trained so.
         """
         precision = self.precision_plugin.precision
         if precision not in PRECISIONS:
@@ -172,6 +172,7 @@ class BoostParallelStrategy(ResumableStrategy):
                 f"precision ({precision!r}) must be one of {', '.join(PRECISIONS)} with strategy"
                 f" 'boost'{fp16 if precision.startswith('16') else ''}."
             )
+        self.requested = self._own_requests.joined_by(getattr(trainer, "callbacks", []))
         self.requested.check_world(self._num_all_processes, self.num_nodes)
         module = self._module
         check_callbacks(trainer, module, self._num_all_processes)

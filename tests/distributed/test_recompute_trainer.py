@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import dropout
 
 from lightning_boost import BoostParallelStrategy, LlamaConfig, LowRankLanguageModel
+from lightning_boost.callbacks.low_rank_activation_checkpointing import LowRankActivationCheckpointing
 from tests.models import whole
 from tests.processes import run_processes
 from tests.users_module import UsersModule, loader, trainer_for
@@ -34,19 +35,27 @@ def _language_model():
 
 
 def _run(make_module, options, recompute, folder):
-    """Train, save, and go on in another Trainer; return the weights, and what is drawn behind it all."""
-    path = folder / f"{recompute}.ckpt"
+    """Train, save, and go on in another Trainer; return the weights, and what is drawn behind it all.
+
+    A ``recompute`` that is no name is the options of the callback, which stands in for the strategy's.
+    """
+    path = folder / ("plain.ckpt" if recompute == "none" else "recomputed.ckpt")
     torch.manual_seed(5)
     for max_epochs, resumed in ((1, None), (2, path)):
         module = make_module()
         trainer = trainer_for(
-            strategy=BoostParallelStrategy(**options, recompute=recompute),
+            strategy=BoostParallelStrategy(
+                **options, **({"recompute": recompute} if isinstance(recompute, str) else {})
+            ),
+            callbacks=[] if isinstance(recompute, str) else [LowRankActivationCheckpointing(**recompute)],
             max_epochs=max_epochs,
             accumulate_grad_batches=2,
             gradient_clip_val=0.5,
         )
         trainer.fit(module, loader(), val_dataloaders=loader(1), ckpt_path=resumed)
         trainer.save_checkpoint(path)
+        names = {type(each).__name__ for each in module.modules()}
+        assert any("Recomputed" in name for name in names) == (recompute != "none")
     drawn = torch.rand(1).item()
     return {name: whole(parameter).numpy() for name, parameter in module.named_parameters()}, drawn
 
@@ -58,6 +67,8 @@ def _run(make_module, options, recompute, folder):
         (_Dropping, 2, {"tensor_parallel_size": 2}, "block"),
         (_Dropping, 4, {"tensor_parallel_size": 2, "data_axis": "shard"}, "low_rank"),
         (_language_model, 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "low_rank"),
+        (_Dropping, 2, {"tensor_parallel_size": 2}, {"store_latents": "sharded"}),
+        (_language_model, 2, {"tensor_parallel_size": 2}, {"every": 0.5, "store_latents": "sharded"}),
     ],
 )
 def test_a_run_ends_with_the_same_weights(make_module, processes, options, recompute, tmp_path):
@@ -85,6 +96,11 @@ def _with_other_options(first, second):
             {"recompute": "low_rank", "recompute_every": 2},
             {"recompute": "low_rank"},
             r"recompute_every \(1\) must be 2: an earlier Trainer",
+        ),
+        (
+            {"recompute": "low_rank", "store_latents": "sharded"},
+            {"recompute": "low_rank"},
+            r"store_latents \('whole'\) must be 'sharded': an earlier Trainer",
         ),
     ],
 )
