@@ -1,5 +1,6 @@
 """What recompute keeps of a block, and what its second run moves, counted beside the formulas."""
 
+import gc
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -129,3 +130,22 @@ def test_what_the_second_run_moves_is_what_the_formula_says(shape, options):
         for key, values in expected.items():
             # a gather in front of a dense projection carries γ as one more row
             assert found[key] == pytest.approx(values, rel=0.03 if key[::2] == ("all_gather", "forward") else 1e-12)
+
+
+def _left_over(recompute):
+    """Return what is alive once a loss is dropped without a backward."""
+    model, _ = recomputed_model(small_config(), recompute, tensor=2)
+    gc.disable()
+    with LiveMemory() as live:
+        loss = model(**masked_batch(131))
+        kept = live.bytes
+        del loss
+        return kept, live.bytes
+
+
+@pytest.mark.parametrize("options", [LOW_RANK, SHARDED])
+def test_what_was_kept_goes_with_the_loss(options):
+    """No cycle holds it, which would stay until Python looks for cycles."""
+    for kept, left_over in run_processes(_left_over, 2, options):
+        assert kept > 0
+        assert left_over == 0

@@ -1,11 +1,16 @@
 """Recompute in a Trainer: whole runs end with the very weights of runs without it."""
 
+import contextlib
+import io
+import os
+
 import pytest
 import torch
 from torch.nn.functional import dropout
 
 from lightning_boost import BoostParallelStrategy, LlamaConfig, LowRankLanguageModel
 from lightning_boost.callbacks.low_rank_activation_checkpointing import LowRankActivationCheckpointing
+from lightning_boost.callbacks.run_summary import RunSummary
 from tests.models import whole
 from tests.processes import run_processes
 from tests.users_module import UsersModule, loader, trainer_for
@@ -107,3 +112,41 @@ def _with_other_options(first, second):
 def test_a_second_trainer_must_want_the_same(first, second, message):
     with pytest.raises(RuntimeError, match=message):
         run_processes(_with_other_options, 2, first, second)
+
+
+def _summarised(recompute):
+    os.environ["COLUMNS"] = "160"
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        trainer_for(
+            strategy=BoostParallelStrategy(2, **recompute), callbacks=[RunSummary(sample_tokens=0)], max_steps=1
+        ).fit(_language_model(), loader())
+    return output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("recompute", "layout", "forward", "backward"),
+    [
+        ({}, "tensor 2 ", "4 and 72", "4 and 56"),
+        (
+            {"recompute": "block", "recompute_every": 2},
+            "tensor 2; recompute block in every 2. block ",
+            "6 and 108",
+            "4 and 56",
+        ),
+        (
+            {"recompute": "low_rank", "store_latents": "sharded"},
+            "tensor 2; recompute low_rank in every block, latents sharded ",
+            "4 and 72",
+            "8 and 84",
+        ),
+    ],
+)
+def test_a_summary_names_recompute_and_what_it_moves(recompute, layout, forward, backward):
+    """With R 8 and two blocks: 7R backward, 8 more values for each norm forward, and half of 7R to gather."""
+    text, other = run_processes(_summarised, 2, recompute)
+    assert f" {layout}" in text
+    assert other == ""
+    for figures in (forward, backward):
+        launches, _, values = figures.partition(" and ")
+        assert f"{launches} collectives, {values} values per token counted; formula {figures}" in text
