@@ -86,7 +86,9 @@ class RecomputeOptions:
 
     def choose(self, num_blocks: int) -> list[int]:
         """Return the indices of the blocks that are recomputed: spread evenly, the first among them."""
+        # a share as it was meant, not as floating point holds it
         share = 1 / Fraction(self.every) if self.every >= 1 else Fraction(self.every).limit_denominator(1000)
+        share = share or Fraction(1, 1000)
         return [index for index in range(num_blocks) if ceil((index + 1) * share) > ceil(index * share)]
 
 
@@ -283,7 +285,9 @@ class _GatherShares(_SharedOut):
 
     @override
     def run(self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        results = self.shares.popleft().gather()
+        share = self.shares.popleft()
+        assert share.chunk == _by_name(operator, args, kwargs)["chunk"], "the second run differs from the first"
+        results = share.gather()
         return results if len(results) > 1 else results[0]
 
 
@@ -307,10 +311,12 @@ def _recomputed(layer_class: type[nn.Module], contexts: Callable[[], Any]) -> ty
             return layer_class.forward(self, *args, **kwargs)
 
         def run(*inputs: Any) -> Any:
+            named = dict(zip(kwargs, inputs[len(args) :], strict=True))
             with _autocast_without_cache():
-                return layer_class.forward(self, *inputs, **kwargs)
+                return layer_class.forward(self, *inputs[: len(args)], **named)
 
-        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
+        # by position: checkpoint looks there for the devices whose random numbers it keeps
+        return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
 
     return type(f"Recomputed{layer_class.__name__}", (layer_class,), {"forward": forward})
 

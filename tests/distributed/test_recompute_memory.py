@@ -62,7 +62,10 @@ DENSE = {"other_bottleneck_sizes": {"q_proj": "dense", "down_proj": "dense", "up
 @pytest.mark.parametrize(
     ("low_rank", "options"),
     [
-        *(({}, options) for options in (LOW_RANK, WITH_ATTENTION, SHARDED, BLOCK)),
+        *(
+            ({}, options)
+            for options in (LOW_RANK, WITH_ATTENTION, SHARDED, replace(SHARDED, keep_attention=True), BLOCK)
+        ),
         *(({"kind": "full_rank"}, options) for options in (LOW_RANK, SHARDED, BLOCK)),
         *((DENSE, options) for options in (LOW_RANK, SHARDED)),
     ],

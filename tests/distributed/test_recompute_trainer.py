@@ -10,6 +10,7 @@ from torch.nn.functional import dropout
 
 from lightning_boost import BoostParallelStrategy, LlamaConfig, LowRankLanguageModel
 from lightning_boost.callbacks.low_rank_activation_checkpointing import LowRankActivationCheckpointing
+from lightning_boost.callbacks.online_rms_norm_verifier import OnlineRMSNormVerifier
 from lightning_boost.callbacks.run_summary import RunSummary
 from tests.models import whole
 from tests.processes import run_processes
@@ -85,6 +86,27 @@ def test_a_run_ends_with_the_same_weights(make_module, processes, options, recom
         assert weights.keys() == others.keys()
         for name, weight in weights.items():
             assert (weight == others[name]).all(), name
+
+
+def _verified(recompute, folder):
+    """Return the weights of a run whose norms are verified in every step."""
+    torch.manual_seed(5)
+    module = _language_model()
+    trainer_for(
+        strategy=BoostParallelStrategy(2, **recompute),
+        callbacks=[OnlineRMSNormVerifier(every_n_steps=1)],
+        default_root_dir=folder,
+    ).fit(module, loader())
+    return {name: whole(parameter).numpy() for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("store_latents", ["whole", "sharded"])
+def test_what_a_hook_computes_beside_a_block_is_not_taken_for_the_block_s_own(store_latents, tmp_path):
+    """The verifier computes latents in the first run only."""
+    plain = run_processes(_verified, 2, {}, tmp_path)
+    options = {"recompute": "low_rank", "store_latents": store_latents}
+    for weights, others in zip(plain, run_processes(_verified, 2, options, tmp_path), strict=True):
+        assert all((weight == others[name]).all() for name, weight in weights.items())
 
 
 def _with_other_options(first, second):

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.checkpoint import CheckpointPolicy
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 
-from lightning_boost import BoostParallelStrategy
+from lightning_boost import BoostParallelStrategy, recompute
 from lightning_boost.callbacks.low_rank_activation_checkpointing import LowRankActivationCheckpointing
 from lightning_boost.layout import find_decoder
 from lightning_boost.recompute import RecomputeOptions, _Policy, check_layers
@@ -127,6 +128,7 @@ def test_shares_of_one_process_are_whole_and_that_is_told():
         (0.5, 6, [0, 2, 4]),
         (0.75, 4, [0, 1, 2]),
         (0.01, 4, [0]),
+        (0.0001, 4, [0]),
     ],
 )
 def test_blocks_are_chosen_evenly_and_the_first_always(every, num_blocks, chosen):
@@ -151,6 +153,23 @@ def test_attention_that_draws_is_run_again(dropout, is_kept):
         assert policy(None, flash, heads, heads, heads, dropout_p=dropout) is expected
         efficient = operators._scaled_dot_product_efficient_attention.default
         assert policy(None, efficient, heads, heads, heads, None, True, dropout) is expected
+
+
+class _Layer(nn.Module):
+    def forward(self, hidden, scale, *, shift):
+        return hidden * scale + shift
+
+
+def test_what_is_given_by_name_is_handed_to_checkpoint_as_well(monkeypatch):
+    """It keeps the random numbers of the devices that it finds among what it is given by position."""
+    layer, seen = _Layer(), []
+    layer.__class__ = recompute._recomputed(_Layer, noop_context_fn)
+    monkeypatch.setattr(recompute, "checkpoint", lambda run, *inputs, **_: seen.extend(inputs) or run(*inputs))
+    hidden, shift = torch.ones(2), torch.zeros(2)
+    assert layer(hidden, shift=shift, scale=3.0).tolist() == [3.0, 3.0]
+    assert layer(hidden=hidden, shift=shift, scale=3.0).tolist() == [3.0, 3.0]
+    assert [each is hidden for each in seen] == [True, False, False, True, False, False]
+    assert [each is shift for each in seen] == [False, True, False, False, True, False]
 
 
 def test_a_layer_whose_forward_is_the_instance_s_is_refused():
