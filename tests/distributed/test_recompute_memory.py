@@ -113,7 +113,7 @@ def _second_run(config, recompute):
 
 
 @pytest.mark.parametrize("shape", ["cola", "dense among low-rank", "full rank", "full rank, dropout"])
-@pytest.mark.parametrize("options", [LOW_RANK, SHARDED, BLOCK])
+@pytest.mark.parametrize("options", [SHARDED, BLOCK])
 def test_what_the_second_run_moves_is_what_the_formula_says(shape, options):
     config = small_config(**SHAPES[shape])
     expected = Counter()
