@@ -93,7 +93,8 @@ def second_run_traffic(
             for chunk, width in shared_out.items()
             if width
         }
-    if config.bottleneck_size_of(layer, "down_proj") is None and not config.hidden_dropout:
+    is_last_scattered = config.low_rank.kind != "full_rank" and config.bottleneck_size_of(layer, "down_proj") is None
+    if is_last_scattered and not config.hidden_dropout:
         # only added to the residual, which nothing in the layer reads: the second run ends before it
         again = {key: values for key, values in again.items() if key[1] != "down"}
     return again

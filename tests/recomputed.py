@@ -25,7 +25,7 @@ WITH_ATTENTION = RecomputeOptions(kind="low_rank", keep_attention=True)
 SHARDED = RecomputeOptions(kind="low_rank", store_latents="sharded")
 
 
-def recomputed_model(config, recompute, *, data_axis="replicate", options=None, **sizes):
+def recomputed_model(config, recompute, *, data_axis="replicate", options=None, scheme="auto", **sizes):
     """Return a model spread over the mesh, and the mesh; all processes must call this."""
     model = meta_model(config)
     mesh = build_mesh(ParallelSizes(**{f"{axis}_parallel_size": size for axis, size in sizes.items()}), "cpu")
@@ -37,5 +37,6 @@ def recomputed_model(config, recompute, *, data_axis="replicate", options=None, 
         data_axis=data_axis,
         pipeline=PipelineOptions(**(options or {})),
         recompute=recompute,
+        scheme=scheme,
     )
     return model, mesh

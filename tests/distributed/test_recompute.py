@@ -73,15 +73,11 @@ def _compared(config, kinds, layout, plant=None):
     return counts, [(_unequal(expected, exact), other_counts) for exact, other_counts in found]
 
 
-def _with_gathers(counts, shape):
-    """Add one gather in backward for each collective that gives all processes the same in forward.
-
-    What the last one of a full-rank block gives is only added to the residual: without dropout no second run needs it.
-    """
+def _with_gathers(counts):
+    """Add one gather in backward for each collective that gives all processes the same in forward."""
     total = Counter(counts)
     for (operation, chunk, pass_), launches in counts.items():
-        is_whole = chunk in CHUNKS and pass_ == "forward" and operation != "reduce_scatter"
-        if is_whole and (shape, chunk) != ("full rank", "down"):
+        if chunk in CHUNKS and pass_ == "forward" and operation != "reduce_scatter":
             total["all_gather", chunk, "backward"] += launches
     return dict(total)
 
@@ -94,8 +90,19 @@ def test_gradients_are_bit_equal_and_no_collective_runs_twice(shape, size):
         assert [unequal for unequal, _ in found] == [[], [], [], []]
         *low_rank, sharded, block = (counts for _, counts in found)
         assert low_rank == [plain, plain]
-        assert sharded == _with_gathers(plain, shape)
+        assert sharded == _with_gathers(plain)
         assert (block != plain) == (size > 1)
+
+
+@pytest.mark.parametrize("scheme", ["vanilla", "vanilla_sharded", "bottleneck_ungrouped"])
+def test_schemes_to_compare_with_are_recomputed_as_exactly(scheme):
+    layout = {"tensor": 2, "scheme": scheme}
+    for plain, ((unequal, counts), (sharded_unequal, sharded)) in run_processes(
+        _compared, 2, small_config(), [LOW_RANK, SHARDED], layout
+    ):
+        assert unequal == sharded_unequal == []
+        assert counts == plain
+        assert {key for key in sharded if key not in plain} <= {("all_gather", chunk, "backward") for chunk in CHUNKS}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +117,7 @@ def test_all_axes(layout, shape):
     ):
         assert unequal == sharded_unequal == block_unequal == []
         assert counts == plain
-        assert sharded == _with_gathers(plain, shape)
+        assert sharded == _with_gathers(plain)
 
 
 def _forgotten(operator):
