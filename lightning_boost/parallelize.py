@@ -27,7 +27,7 @@ from lightning_boost.pipeline_parallel.split import plan_stages
 from lightning_boost.pipeline_parallel.stage import Stage, cut_to_stages
 from lightning_boost.random_streams import RandomStreams
 from lightning_boost.recompute import RecomputeOptions, recompute_layers
-from lightning_boost.tensor_parallel.library import COMMUNICATING
+from lightning_boost.tensor_parallel.library import COMMUNICATING, REPLICATED
 from lightning_boost.tensor_parallel.scheme import SchemeName, scheme_for
 
 
@@ -66,7 +66,7 @@ def parallelize(
     materialize(root, tensor_mesh, placements, device=device, seed=seed, absent=plan.absent_parts(decoder))
     if is_split:
         table.swap(decoder, register_group(tensor_mesh.get_group()))
-    recompute_layers(decoder, recompute or RecomputeOptions(), COMMUNICATING)
+    recompute_layers(decoder, recompute or RecomputeOptions(), COMMUNICATING, REPLICATED)
     stages = cut_to_stages(decoder, plan, width) if is_piped else []
     if is_piped:
         mark_as_parts(root.parameters())

@@ -1,7 +1,7 @@
 """What a run was and what came of it, on one screen at its end."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from typing_extensions import override
 
 from lightning_boost.collectives import CollectiveLog, Traffic, count_collectives
 from lightning_boost.config import LlamaConfig
-from lightning_boost.cost import CHUNKS, count_parameters, layer_traffic
+from lightning_boost.cost import CHUNKS, count_parameters, layer_traffic, second_run_traffic
 from lightning_boost.mesh import TENSOR_AXIS
 from lightning_boost.model.generation import generate
+from lightning_boost.recompute import RecomputeOptions
 from lightning_boost.tensor_parallel.statistic import statistic_columns
 from lightning_boost.tensor_parallel.verification import NormDifference, verify_norms
 
@@ -143,14 +144,16 @@ class RunSummary(Callback):
     def _rows(self, trainer: Trainer, pl_module: LightningModule) -> Iterator[Row]:
         config = _config(pl_module)
         size = pl_module.device_mesh[TENSOR_AXIS].size() if pl_module.device_mesh is not None else 1
-        yield "layout", str(getattr(trainer.strategy, "sizes", "one process"))
+        recompute = getattr(getattr(trainer.strategy, "requested", None), "recompute", RecomputeOptions())
+        sizes = str(getattr(trainer.strategy, "sizes", "one process"))
+        yield "layout", sizes if recompute.kind == "none" else f"{sizes}; {recompute}"
         yield "model", _describe(config)
         low, full = count_parameters(config), count_parameters(config, full_rank=True)
         yield "parameters", f"{low:,}; with full-rank matrices {full:,} ({full / low:.2f} times as many)"
         if size > 1 and self._log is not None:
             dtype = torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32
             columns = statistic_columns(dtype, size)
-            yield from _communication(self._log, config, self._tokens_of_step, size, columns)
+            yield from _communication(self._log, config, recompute, self._tokens_of_step, size, columns)
         if self._norms:
             worst = max(self._norms, key=lambda norm: norm.max_absolute)
             yield (
@@ -193,11 +196,18 @@ def _short(path: str) -> str:
     return str(Path(path).relative_to(here)) if path and Path(path).is_relative_to(here) else path
 
 
-def _communication(log: CollectiveLog, config: LlamaConfig, tokens: int, size: int, columns: int) -> Iterator[Row]:
+def _communication(
+    log: CollectiveLog, config: LlamaConfig, recompute: RecomputeOptions, tokens: int, size: int, columns: int
+) -> Iterator[Row]:
     """Yield what a block's collectives were counted to move, beside the formula."""
     layers = config.num_hidden_layers
-    formulas = [
-        layer_traffic(config, layer, tensor_parallel_size=size, statistic_columns=columns) for layer in range(layers)
+    axis = {"tensor_parallel_size": size, "statistic_columns": columns}
+    formulas: list[Mapping[tuple[str, str, str], float]] = [
+        layer_traffic(config, layer, **axis) for layer in range(layers)
+    ]
+    formulas += [
+        second_run_traffic(config, layer, recompute=recompute.kind, store_latents=recompute.store_latents, **axis)
+        for layer in recompute.choose(layers)
     ]
     for pass_ in ("forward", "backward"):
         counted = sum((log.total(chunk=chunk, pass_=pass_) for chunk in CHUNKS), Traffic())

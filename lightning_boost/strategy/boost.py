@@ -22,7 +22,7 @@ from lightning_boost.gradients import clip_gradients_by_norm, scale_gradients
 from lightning_boost.layout import Decoder, DecoderLayout
 from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, AutoSize, ParallelSizes, build_mesh
 from lightning_boost.pipeline_parallel.options import PipelineOptions, Schedule
-from lightning_boost.recompute import Recompute, RecomputeOptions
+from lightning_boost.recompute import LatentStore, Recompute, RecomputeOptions
 from lightning_boost.strategy.accumulation import short_window_factor
 from lightning_boost.strategy.faults import PeerWatch, watch_starter
 from lightning_boost.strategy.lightning_internals import (
@@ -76,6 +76,8 @@ class BoostParallelStrategy(ResumableStrategy):
             its input and latents (``"low_rank"``: no collective runs twice), or all of it (``"block"``).
         recompute_every: In which blocks: every so many, or a share of them below 1.
         keep_attention: Whether ``"low_rank"`` keeps attention's output too.
+        store_latents: Whether each process that shares a layer keeps its latents ``"whole"``, or ``"sharded"``: a share
+            of them, which backward gathers again.
         save_in_background: Whether training goes on while a checkpoint is written, from copies of all states.
         layout: Names of the decoder's parts, where they are not LLaMA's.
         process_group_backend: ``None``: NCCL on GPUs, gloo on the CPU.
@@ -105,6 +107,7 @@ class BoostParallelStrategy(ResumableStrategy):
         recompute: Recompute = "none",
         recompute_every: float = 1,
         keep_attention: bool = False,
+        store_latents: LatentStore = "whole",
         save_in_background: bool = False,
         layout: DecoderLayout | None = None,
         process_group_backend: str | None = None,
@@ -112,7 +115,7 @@ class BoostParallelStrategy(ResumableStrategy):
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self.timeout = timeout
-        self.requested = RequestedSizes(
+        self.requested = self._own_requests = RequestedSizes(
             tensor_parallel_size=tensor_parallel_size,
             data_parallel_size=data_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
@@ -124,7 +127,9 @@ class BoostParallelStrategy(ResumableStrategy):
                 layers_per_stage=layers_per_stage,
             ),
             scheme=scheme,
-            recompute=RecomputeOptions(kind=recompute, every=recompute_every, keep_attention=keep_attention),
+            recompute=RecomputeOptions(
+                kind=recompute, every=recompute_every, keep_attention=keep_attention, store_latents=store_latents
+            ),
         )
         self.sizes = ParallelSizes()
         """The mesh's sizes, once set up."""
@@ -158,7 +163,7 @@ class BoostParallelStrategy(ResumableStrategy):
         """Refuse what cannot work while there is one process and no group yet; the module is connected.
 
         Raises:
-            ValueError: If the precision, a callback, the sizes or the decoder cannot be trained so.
+            ValueError: If the precision, a callback, recompute, the sizes or the decoder cannot be trained so.
         """
         precision = self.precision_plugin.precision
         if precision not in PRECISIONS:
@@ -167,6 +172,7 @@ class BoostParallelStrategy(ResumableStrategy):
                 f"precision ({precision!r}) must be one of {', '.join(PRECISIONS)} with strategy"
                 f" 'boost'{fp16 if precision.startswith('16') else ''}."
             )
+        self.requested = self._own_requests.joined_by(getattr(trainer, "callbacks", []))
         self.requested.check_world(self._num_all_processes, self.num_nodes)
         module = self._module
         check_callbacks(trainer, module, self._num_all_processes)

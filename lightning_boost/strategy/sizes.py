@@ -1,6 +1,7 @@
 """Which sizes a run's mesh has: what was given, what is left to find, and what the model allows."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning_boost.layout import Decoder
 from lightning_boost.mesh import AutoSize, ParallelSizes
 from lightning_boost.pipeline_parallel.options import PipelineOptions
 from lightning_boost.pipeline_parallel.split import check_pipeline
-from lightning_boost.recompute import RecomputeOptions, check_layers
+from lightning_boost.recompute import AsksForRecompute, RecomputeOptions, check_layers
 from lightning_boost.tensor_parallel.check import check_tensor_size, legal_sizes
 from lightning_boost.tensor_parallel.scheme import SCHEMES, SchemeName, scheme_for
 
@@ -48,11 +49,35 @@ class RequestedSizes:
                 " pipeline_parallel_size 1, and are not used."
             )
         if self.recompute.kind == "none" and self.recompute != RecomputeOptions():
-            rank_zero_warn("recompute_every and keep_attention mean nothing with recompute 'none', and are not used.")
+            rank_zero_warn(
+                "recompute_every, keep_attention and store_latents mean nothing with recompute 'none', and are not"
+                " used."
+            )
 
     def _given(self) -> dict[str, int]:
         names = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size")
         return {name: getattr(self, name) for name in names if getattr(self, name) != "auto"}
+
+    def joined_by(self, callbacks: Sequence[object]) -> "RequestedSizes":
+        """Return what the strategy and a Trainer's callbacks request together.
+
+        Raises:
+            ValueError: If recompute is chosen in two places.
+        """
+        asking = [callback for callback in callbacks if isinstance(callback, AsksForRecompute)]
+        if not asking:
+            return self
+        name = type(asking[0]).__name__
+        if len(asking) > 1:
+            raise ValueError(
+                f"callback {name} must be given once, and is given {len(asking)} times. Leave out all but one."
+            )
+        if self.recompute.kind != "none":
+            raise ValueError(
+                f"recompute ({self.recompute.kind!r}) of the strategy must be 'none' beside the callback {name}, which"
+                " chooses it too. Leave out one of the two."
+            )
+        return replace(self, recompute=asking[0].recompute_options)
 
     def check_world(self, world_size: int, num_nodes: int) -> None:
         """Check what can be checked before the model is known.
@@ -144,6 +169,11 @@ class RequestedSizes:
             check_pipeline(decoder, pipeline, self.pipeline)
         if self.recompute.kind != "none":
             check_layers(decoder)
+            if self.recompute.store_latents == "sharded" and tensor == 1:
+                rank_zero_warn(
+                    "store_latents ('sharded') means nothing with tensor_parallel_size 1, where nobody keeps the"
+                    " others' shares: latents are kept whole."
+                )
         return sizes
 
 

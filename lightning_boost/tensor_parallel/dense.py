@@ -20,7 +20,7 @@ Rows = tuple[int, int]
 """Where the rows start and stop that this process reads of a replicated weight."""
 
 
-@operator("sum_over_group(Tensor x, str group, str chunk, str pass_) -> Tensor")
+@operator("sum_over_group(Tensor x, str group, str chunk, str pass_) -> Tensor", is_replicated=True)
 def _sum_over_group(x: Tensor, group: str, chunk: str, pass_: Pass) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     all_reduce(total, group, Label(chunk, pass_))

@@ -17,7 +17,9 @@ from lightning_boost.tensor_parallel.local_parameter import local
 from lightning_boost.tensor_parallel.statistic import read_statistic, statistic_columns, write_statistic
 
 
-@operator("norm_gather(Tensor x, Tensor gamma, float eps, str group, str chunk) -> (Tensor, Tensor)")
+@operator(
+    "norm_gather(Tensor x, Tensor gamma, float eps, str group, str chunk) -> (Tensor, Tensor)", is_replicated=True
+)
 def _norm_gather(x: Tensor, gamma: Tensor, eps: float, group: str, chunk: str) -> tuple[Tensor, Tensor]:
     # γ rides along as one more row, so that every process can normalise the whole hidden as one process would
     gathered = all_gather(torch.cat([x, gamma.to(x.dtype)[None]]), group, Label(chunk, "forward"))

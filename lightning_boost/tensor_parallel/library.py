@@ -19,16 +19,23 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 COMMUNICATING: set[OpOverload] = set()
 """The operators that communicate: those that take a group."""
 
+REPLICATED: set[OpOverload] = set()
+"""Those of them that a layer's forward runs and whose first result is the same on every process."""
+
 Operator = Callable[..., Any]
 FlopFormula = Callable[..., int]
 
 
-def operator(schema: str, flops: FlopFormula | None = None) -> Callable[[Operator], Operator]:
+def operator(
+    schema: str, flops: FlopFormula | None = None, *, is_replicated: bool = False
+) -> Callable[[Operator], Operator]:
     """Register the decorated function under ``schema`` and return the operator that dispatches to it.
 
     Args:
         schema: Name, arguments and results.
         flops: Of its GEMMs, for ``torch.utils.flop_counter``; takes the arguments, shapes in the place of tensors.
+        is_replicated: Whether its first result is the same on every process, bit for bit; it then takes the name of a
+            ``group`` and of a ``chunk``.
     """
 
     def register(function: Operator) -> Operator:
@@ -41,6 +48,8 @@ def operator(schema: str, flops: FlopFormula | None = None) -> Callable[[Operato
             register_flop_formula(packet)(_without_output(flops))
         if "str group" in schema:
             COMMUNICATING.add(dispatching)
+        if is_replicated:
+            REPLICATED.add(dispatching)
         return dispatching
 
     return register

@@ -20,6 +20,7 @@ from lightning_boost.tensor_parallel.statistic import read_statistic, statistic_
     "norm_project_reduce(Tensor x, Tensor gamma, Tensor[] factors_a, float eps, int hidden_size, str group, str chunk)"
     " -> (Tensor, Tensor)",
     flops=lambda x, _, factors_a, *__: gemm_flops(x[0], *factors_a),
+    is_replicated=True,
 )
 def _norm_project_reduce(
     x: Tensor, gamma: Tensor, factors_a: Sequence[Tensor], eps: float, hidden_size: int, group: str, chunk: str
@@ -94,6 +95,7 @@ class NormProjectReduce(torch.autograd.Function):
 @operator(
     "project_reduce(Tensor x, Tensor factor_a, str group, str chunk) -> Tensor",
     flops=lambda x, factor_a, *_: gemm_flops(x[0], factor_a),
+    is_replicated=True,
 )
 def _project_reduce(x: Tensor, factor_a: Tensor, group: str, chunk: str) -> Tensor:
     z = torch.mm(x.to(factor_a.dtype), factor_a.t())

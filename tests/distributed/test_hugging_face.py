@@ -20,6 +20,7 @@ from transformers import (
 
 from lightning_boost import BoostParallelStrategy, LowRankLinear
 from lightning_boost.collectives import count_collectives
+from lightning_boost.cost import CHUNKS
 from lightning_boost.layout import find_decoder
 from lightning_boost.mesh import ParallelSizes, build_mesh
 from lightning_boost.parallelize import parallelize
@@ -192,11 +193,11 @@ def test_the_library_s_gradient_checkpointing_changes_nothing(strategy):
             assert abs(weight - weights[name]).max() < 1e-5, name
 
 
-def _recomputed(family, sizes, recompute, call):
+def _recomputed(family, sizes, options, call):
     """Return a step's loss and gradients, its collectives, and the bytes that are alive behind forward."""
     model = network(family, attention_dropout=0.2).train()
     mesh = build_mesh(ParallelSizes(**sizes), "cpu")
-    parallelize(find_decoder(model), mesh, device=CPU, seed=0, recompute=RecomputeOptions(kind=recompute))
+    parallelize(find_decoder(model), mesh, device=CPU, seed=0, recompute=options)
     torch.manual_seed(1)
     with count_collectives() as log, LiveMemory() as live:
         output = model(**masked_batch(VOCAB), **call)
@@ -218,14 +219,19 @@ def _recomputed(family, sizes, recompute, call):
 )
 def test_a_model_that_makes_a_cache_is_recomputed_exactly(family, sizes, call, is_kept):
     processes = sizes["tensor_parallel_size"]
-    plain = run_processes(_recomputed, processes, family, sizes, "none", call)
-    for (loss, gradients, traffic, kept), (other_loss, other_gradients, other_traffic, other_kept) in zip(
-        plain, run_processes(_recomputed, processes, family, sizes, "low_rank", call), strict=True
-    ):
-        assert other_loss == loss
-        assert all((other_gradients[name] == gradient).all() for name, gradient in gradients.items())
-        assert other_traffic == traffic
-        assert other_kept == kept if is_kept else other_kept < 0.3 * kept
+    plain = run_processes(_recomputed, processes, family, sizes, RecomputeOptions(), call)
+    for options in (RecomputeOptions(kind="low_rank"), RecomputeOptions(kind="low_rank", store_latents="sharded")):
+        for (loss, gradients, traffic, kept), (other_loss, other_gradients, other_traffic, other_kept) in zip(
+            plain, run_processes(_recomputed, processes, family, sizes, options, call), strict=True
+        ):
+            assert other_loss == loss
+            assert all((other_gradients[name] == gradient).all() for name, gradient in gradients.items())
+            gathers = other_traffic.keys() - traffic.keys()
+            assert {key: other_traffic[key] for key in traffic} == traffic
+            has_gathers = options.store_latents == "sharded" and processes > 1 and not is_kept
+            assert gathers == ({("all_gather", chunk, "backward") for chunk in CHUNKS} if has_gathers else set())
+            assert all(other_traffic[key].launches == LAYERS for key in gathers)
+            assert other_kept == kept if is_kept else other_kept < 0.3 * kept
 
 
 def _checkpointed_twice():

@@ -1,5 +1,6 @@
 """Recompute beside no recompute: the same gradients bit for bit, no collective twice, and what is kept, counted."""
 
+from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -10,31 +11,15 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_boost import random_streams, recompute
 from lightning_boost.collectives import count_collectives
-from lightning_boost.layout import find_decoder
-from lightning_boost.mesh import DATA_AXIS, ParallelSizes, build_mesh
+from lightning_boost.mesh import DATA_AXIS
 from lightning_boost.model.cache import KeyValueCache
 from lightning_boost.model.llama import DecoderLayer
-from lightning_boost.parallelize import parallelize
-from lightning_boost.pipeline_parallel.options import PipelineOptions
 from lightning_boost.recompute import RecomputeOptions
 from lightning_boost.tensor_parallel.library import COMMUNICATING
-from tests.live_memory import LiveMemory
-from tests.models import CPU, SEED, masked_batch, meta_model, small_config
+from tests.models import masked_batch, small_config
 from tests.processes import run_processes
+from tests.recomputed import BLOCK, CHUNKS, DROPOUT, LOW_RANK, SHAPES, SHARDED, WITH_ATTENTION, recomputed_model
 
-DROPOUT = {"attention_dropout": 0.3, "hidden_dropout": 0.3}
-MIXED = {"other_bottleneck_sizes": {"layers.0.q_proj": "dense", "layers.0.down_proj": "dense", "layers.1.up_proj": 30}}
-CHUNKS = ("qkv", "o", "gate_up", "down")
-SHAPES = {
-    "cola": {},
-    "dropout": DROPOUT,
-    "biases and grouped queries": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
-    "one key/value head, dropout": {"num_key_value_heads": 1, "low_rank": {"bottleneck_size": 8}, **DROPOUT},
-    "svd": {"low_rank": {"kind": "svd"}},
-    "dense among low-rank": {"low_rank": MIXED},
-    "full rank": {"low_rank": {"kind": "full_rank"}},
-    "full rank, dropout": {"low_rank": {"kind": "full_rank"}, **DROPOUT},
-}
 LAYOUTS = {
     "pipeline 2": (2, {"pipeline": 2}),
     "pipeline 2, tensor 2": (4, {"pipeline": 2, "tensor": 2}),
@@ -49,23 +34,6 @@ LAYOUTS = {
     "tensor 2, data 2": (4, {"tensor": 2, "data": 2}),
     "tensor 2, data 2, sharded": (4, {"tensor": 2, "data": 2, "data_axis": "shard"}),
 }
-LOW_RANK, BLOCK = RecomputeOptions(kind="low_rank"), RecomputeOptions(kind="block")
-WITH_ATTENTION = RecomputeOptions(kind="low_rank", keep_attention=True)
-
-
-def _model(config, recompute, *, data_axis="replicate", options=None, **sizes):
-    model = meta_model(config)
-    mesh = build_mesh(ParallelSizes(**{f"{axis}_parallel_size": size for axis, size in sizes.items()}), "cpu")
-    parallelize(
-        find_decoder(model),
-        mesh,
-        device=CPU,
-        seed=SEED,
-        data_axis=data_axis,
-        pipeline=PipelineOptions(**(options or {})),
-        recompute=recompute,
-    )
-    return model, mesh
 
 
 def _own(parameter):
@@ -75,7 +43,7 @@ def _own(parameter):
 
 def _trained(config, recompute, **layout):
     """Return gradients and losses of two steps, what is drawn behind them, and collectives."""
-    model, mesh = _model(config, recompute, **layout)
+    model, mesh = recomputed_model(config, recompute, **layout)
     replicas, replica = mesh[DATA_AXIS].size(), mesh[DATA_AXIS].get_local_rank()
     batch = {name: tensor[replica::replicas] for name, tensor in masked_batch(config.vocab_size, rows=8).items()}
     torch.manual_seed(1)
@@ -105,15 +73,36 @@ def _compared(config, kinds, layout, plant=None):
     return counts, [(_unequal(expected, exact), other_counts) for exact, other_counts in found]
 
 
+def _with_gathers(counts):
+    """Add one gather in backward for each collective that gives all processes the same in forward."""
+    total = Counter(counts)
+    for (operation, chunk, pass_), launches in counts.items():
+        if chunk in CHUNKS and pass_ == "forward" and operation != "reduce_scatter":
+            total["all_gather", chunk, "backward"] += launches
+    return dict(total)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_are_bit_equal_and_no_collective_runs_twice(shape, size):
-    kinds = [LOW_RANK, WITH_ATTENTION, BLOCK]
+    kinds = [LOW_RANK, WITH_ATTENTION, SHARDED, BLOCK]
     for plain, found in run_processes(_compared, size, small_config(**SHAPES[shape]), kinds, {"tensor": size}):
-        assert [unequal for unequal, _ in found] == [[], [], []]
-        *low_rank, block = (counts for _, counts in found)
+        assert [unequal for unequal, _ in found] == [[], [], [], []]
+        *low_rank, sharded, block = (counts for _, counts in found)
         assert low_rank == [plain, plain]
+        assert sharded == _with_gathers(plain)
         assert (block != plain) == (size > 1)
+
+
+@pytest.mark.parametrize("scheme", ["vanilla", "vanilla_sharded", "bottleneck_ungrouped"])
+def test_schemes_to_compare_with_are_recomputed_as_exactly(scheme):
+    layout = {"tensor": 2, "scheme": scheme}
+    for plain, ((unequal, counts), (sharded_unequal, sharded)) in run_processes(
+        _compared, 2, small_config(), [LOW_RANK, SHARDED], layout
+    ):
+        assert unequal == sharded_unequal == []
+        assert counts == plain
+        assert {key for key in sharded if key not in plain} <= {("all_gather", chunk, "backward") for chunk in CHUNKS}
 
 
 @pytest.mark.parametrize(
@@ -122,11 +111,13 @@ def test_gradients_are_bit_equal_and_no_collective_runs_twice(shape, size):
 def test_all_axes(layout, shape):
     processes, sizes = LAYOUTS[layout]
     config = small_config(num_hidden_layers=4, **SHAPES[shape])
-    for plain, ((unequal, counts), (block_unequal, _)) in run_processes(
-        _compared, processes, config, [LOW_RANK, BLOCK], sizes
+    kinds = [LOW_RANK, SHARDED, BLOCK]
+    for plain, ((unequal, counts), (sharded_unequal, sharded), (block_unequal, _)) in run_processes(
+        _compared, processes, config, kinds, sizes
     ):
-        assert unequal == block_unequal == []
+        assert unequal == sharded_unequal == block_unequal == []
         assert counts == plain
+        assert sharded == _with_gathers(plain)
 
 
 def _forgotten(operator):
@@ -170,60 +161,32 @@ def test_a_planted_defect_is_seen(plant, shape, processes, sizes):
 def _forward_and_backward(recompute, num_layers):
     _, counts = _trained(small_config(num_hidden_layers=num_layers), recompute, tensor=2)
     layers = {key: number for key, number in counts.items() if key[1] in CHUNKS}
-    return [sum(number for key, number in layers.items() if key[2] == pass_) for pass_ in ("forward", "backward")]
+    wanted = [("all_reduce", "forward"), ("all_reduce", "backward"), ("all_gather", "backward")]
+    found = [sum(number for key, number in layers.items() if (key[0], key[2]) == each) for each in wanted]
+    assert sum(found) == sum(layers.values())
+    return found
 
 
 @pytest.mark.parametrize(
-    ("options", "again"),
+    ("options", "again", "gathering"),
     [
-        ({"kind": "none"}, 0),
-        ({"kind": "low_rank"}, 0),
-        ({"kind": "block"}, 5),
-        ({"kind": "block", "every": 2}, 3),
-        ({"kind": "block", "every": 0.4}, 2),
+        ({"kind": "none"}, 0, 0),
+        ({"kind": "low_rank"}, 0, 0),
+        ({"kind": "low_rank", "store_latents": "sharded"}, 0, 5),
+        ({"kind": "low_rank", "store_latents": "sharded", "every": 2}, 0, 3),
+        ({"kind": "block"}, 5, 0),
+        ({"kind": "block", "every": 2}, 3, 0),
+        ({"kind": "block", "every": 0.4}, 2, 0),
     ],
 )
-def test_a_block_has_four_collectives_forward_and_four_backward(options, again):
+def test_a_block_has_four_collectives_forward_and_four_backward(options, again, gathering):
     """Over two steps; with kind block the forward ones of the chosen blocks run again, which the count tells."""
     for found in run_processes(_forward_and_backward, 2, RecomputeOptions(**options), 5):
-        assert found == [2 * 4 * (5 + again), 2 * 4 * 5]
-
-
-def _values_kept(config, recompute, size):
-    """Return how many values a block keeps for each token, and how many beside: of one size or another, by tokens."""
-    kept = {}
-    for rows in (4, 8):
-        for layers in (2, 3):
-            model, _ = _model(replace(config, num_hidden_layers=layers), recompute, tensor=size)
-            batch = masked_batch(config.vocab_size, rows=rows)
-            with LiveMemory() as live:
-                loss = model(**batch)
-                kept[rows, layers] = live.bytes / 4
-                loss.backward()
-    short, long = (kept[rows, 3] - kept[rows, 2] for rows in (4, 8))
-    per_token = (long - short) / (4 * 12)
-    return per_token, short - per_token * 4 * 12
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "values"),
-    [
-        ("cola", LOW_RANK, {1: 7 * 15 + 64, 2: 7 * 15 + 2 + 32, 4: 7 * 15 + 2 + 16}),
-        ("cola", WITH_ATTENTION, {1: 7 * 15 + 64 + 72, 2: 7 * 15 + 2 + 32 + 36, 4: 7 * 15 + 2 + 16 + 18}),
-        ("cola", BLOCK, {1: 64, 2: 32, 4: 16}),
-        ("cola", RecomputeOptions(), {1: 1376, 2: 730, 4: 471}),
-        ("full_rank", LOW_RANK, {1: 64, 2: 3 * 64, 4: 3 * 64}),
-    ],
-)
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_what_a_block_keeps_is_its_input_the_latents_and_the_norms_scales(kind, options, values, size):
-    """D 64, R 15, 8 heads; attention's output is D/tp and one number for each head. Parameters are not counted."""
-    config = small_config(intermediate_size=172, low_rank={"kind": kind})
-    assert run_processes(_values_kept, size, config, options, size) == [(values[size], 0)] * size
+        assert found == [2 * 4 * (5 + again), 2 * 4 * 5, 2 * 4 * gathering]
 
 
 def _copied(kind):
-    model, _ = _model(small_config(), RecomputeOptions(kind=kind), tensor=2)
+    model, _ = recomputed_model(small_config(), RecomputeOptions(kind=kind), tensor=2)
     copy = deepcopy(model)
     with torch.no_grad():
         for parameter in copy.parameters():
@@ -244,7 +207,7 @@ def test_a_copy_of_a_model_runs_its_own_weights():
 
 def _with_a_cache():
     """Return the logits of a sequence given in two parts; the gradients of the second part go through the cache."""
-    model, _ = _model(small_config(), LOW_RANK, tensor=2)
+    model, _ = recomputed_model(small_config(), LOW_RANK, tensor=2)
     input_ids, cache = masked_batch(131)["input_ids"], KeyValueCache(2)
     with torch.no_grad():
         whole = model(input_ids)
@@ -260,9 +223,35 @@ def test_a_cache_is_extended_once():
         assert num_tokens == 12
 
 
-def _twice_under_autocast(size):
+def _under_autocast(kinds):
+    found = []
+    for kind in kinds:
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(_trained(small_config(**DROPOUT), kind, tensor=2)[0])
+    return [_unequal(found[0], other) for other in found[1:]]
+
+
+def test_gradients_are_bit_equal_under_autocast():
+    kinds = [RecomputeOptions(), LOW_RANK, SHARDED, replace(SHARDED, keep_attention=True)]
+    for unequal in run_processes(_under_autocast, 2, kinds):
+        assert unequal == [[], [], []]
+
+
+def _backward_twice(recompute):
+    model, _ = recomputed_model(small_config(), recompute, tensor=2)
+    loss = model(**masked_batch(131))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def test_a_second_backward_is_refused_where_shares_are_gone():
+    with pytest.raises(RuntimeError, match="backward may go once through a recomputed block"):
+        run_processes(_backward_twice, 2, SHARDED)
+
+
+def _twice_under_autocast(size, recompute):
     """A weight that autocast has cast for the first call is found cast in the second call's first run only."""
-    model, _ = _model(small_config(), LOW_RANK, tensor=size)
+    model, _ = recomputed_model(small_config(), recompute, tensor=size)
     batch = masked_batch(131)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**batch) + model(**batch)
@@ -270,6 +259,6 @@ def _twice_under_autocast(size):
     return all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_model_may_be_called_twice_under_autocast(size):
-    assert all(run_processes(_twice_under_autocast, size, size))
+@pytest.mark.parametrize(("size", "recompute"), [(1, LOW_RANK), (2, LOW_RANK), (2, SHARDED)])
+def test_a_model_may_be_called_twice_under_autocast(size, recompute):
+    assert all(run_processes(_twice_under_autocast, size, size, recompute))

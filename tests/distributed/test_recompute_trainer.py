@@ -1,10 +1,17 @@
 """Recompute in a Trainer: whole runs end with the very weights of runs without it."""
 
+import contextlib
+import io
+import os
+
 import pytest
 import torch
 from torch.nn.functional import dropout
 
 from lightning_boost import BoostParallelStrategy, LlamaConfig, LowRankLanguageModel
+from lightning_boost.callbacks.low_rank_activation_checkpointing import LowRankActivationCheckpointing
+from lightning_boost.callbacks.online_rms_norm_verifier import OnlineRMSNormVerifier
+from lightning_boost.callbacks.run_summary import RunSummary
 from tests.models import whole
 from tests.processes import run_processes
 from tests.users_module import UsersModule, loader, trainer_for
@@ -34,19 +41,27 @@ def _language_model():
 
 
 def _run(make_module, options, recompute, folder):
-    """Train, save, and go on in another Trainer; return the weights, and what is drawn behind it all."""
-    path = folder / f"{recompute}.ckpt"
+    """Train, save, and go on in another Trainer; return the weights, and what is drawn behind it all.
+
+    A ``recompute`` that is no name is the options of the callback, which stands in for the strategy's.
+    """
+    path = folder / ("plain.ckpt" if recompute == "none" else "recomputed.ckpt")
     torch.manual_seed(5)
     for max_epochs, resumed in ((1, None), (2, path)):
         module = make_module()
         trainer = trainer_for(
-            strategy=BoostParallelStrategy(**options, recompute=recompute),
+            strategy=BoostParallelStrategy(
+                **options, **({"recompute": recompute} if isinstance(recompute, str) else {})
+            ),
+            callbacks=[] if isinstance(recompute, str) else [LowRankActivationCheckpointing(**recompute)],
             max_epochs=max_epochs,
             accumulate_grad_batches=2,
             gradient_clip_val=0.5,
         )
         trainer.fit(module, loader(), val_dataloaders=loader(1), ckpt_path=resumed)
         trainer.save_checkpoint(path)
+        names = {type(each).__name__ for each in module.modules()}
+        assert any("Recomputed" in name for name in names) == (recompute != "none")
     drawn = torch.rand(1).item()
     return {name: whole(parameter).numpy() for name, parameter in module.named_parameters()}, drawn
 
@@ -58,6 +73,8 @@ def _run(make_module, options, recompute, folder):
         (_Dropping, 2, {"tensor_parallel_size": 2}, "block"),
         (_Dropping, 4, {"tensor_parallel_size": 2, "data_axis": "shard"}, "low_rank"),
         (_language_model, 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "low_rank"),
+        (_Dropping, 2, {"tensor_parallel_size": 2}, {"store_latents": "sharded"}),
+        (_language_model, 2, {"tensor_parallel_size": 2}, {"every": 0.5, "store_latents": "sharded"}),
     ],
 )
 def test_a_run_ends_with_the_same_weights(make_module, processes, options, recompute, tmp_path):
@@ -69,6 +86,26 @@ def test_a_run_ends_with_the_same_weights(make_module, processes, options, recom
         assert weights.keys() == others.keys()
         for name, weight in weights.items():
             assert (weight == others[name]).all(), name
+
+
+def _verified(recompute, folder):
+    """Return the weights of a run whose norms are verified in every step."""
+    torch.manual_seed(5)
+    module = _language_model()
+    trainer_for(
+        strategy=BoostParallelStrategy(2, **recompute),
+        callbacks=[OnlineRMSNormVerifier(every_n_steps=1)],
+        default_root_dir=folder,
+    ).fit(module, loader())
+    return {name: whole(parameter).numpy() for name, parameter in module.named_parameters()}
+
+
+def test_the_verifier_s_latents_are_not_taken_for_the_block_s_own(tmp_path):
+    """They are computed in the first run only."""
+    plain = run_processes(_verified, 2, {}, tmp_path)
+    options = {"recompute": "low_rank", "store_latents": "sharded"}
+    for weights, others in zip(plain, run_processes(_verified, 2, options, tmp_path), strict=True):
+        assert all((weight == others[name]).all() for name, weight in weights.items())
 
 
 def _with_other_options(first, second):
@@ -86,8 +123,51 @@ def _with_other_options(first, second):
             {"recompute": "low_rank"},
             r"recompute_every \(1\) must be 2: an earlier Trainer",
         ),
+        (
+            {"recompute": "low_rank", "store_latents": "sharded"},
+            {"recompute": "low_rank"},
+            r"store_latents \('whole'\) must be 'sharded': an earlier Trainer",
+        ),
     ],
 )
 def test_a_second_trainer_must_want_the_same(first, second, message):
     with pytest.raises(RuntimeError, match=message):
         run_processes(_with_other_options, 2, first, second)
+
+
+def _summarised(recompute):
+    os.environ["COLUMNS"] = "160"
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        trainer_for(
+            strategy=BoostParallelStrategy(2, **recompute), callbacks=[RunSummary(sample_tokens=0)], max_steps=1
+        ).fit(_language_model(), loader())
+    return output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("recompute", "layout", "forward", "backward"),
+    [
+        ({}, "tensor 2 ", "4 and 72", "4 and 56"),
+        (
+            {"recompute": "block", "recompute_every": 2},
+            "tensor 2; recompute block in every 2. block ",
+            "6 and 108",
+            "4 and 56",
+        ),
+        (
+            {"recompute": "low_rank", "store_latents": "sharded"},
+            "tensor 2; recompute low_rank in every block, latents sharded ",
+            "4 and 72",
+            "8 and 84",
+        ),
+    ],
+)
+def test_a_summary_names_recompute_and_what_it_moves(recompute, layout, forward, backward):
+    """With R 8 and two blocks: 7R backward, 8 more values for each norm forward, and half of 7R to gather."""
+    text, other = run_processes(_summarised, 2, recompute)
+    assert f" {layout}" in text
+    assert other == ""
+    for figures in (forward, backward):
+        launches, _, values = figures.partition(" and ")
+        assert f"{launches} collectives, {values} values per token counted; formula {figures}" in text

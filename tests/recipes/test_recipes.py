@@ -20,7 +20,7 @@ from lightning_utilities.core.imports import RequirementCache
 
 from lightning_boost.cli import main
 from lightning_boost.config import LlamaConfig, LowRankConfig
-from lightning_boost.cost import count_parameters
+from lightning_boost.cost import KeptValues, count_parameters, kept_values
 from lightning_boost.data_module import TextDataModule
 from lightning_boost.layout import find_decoder
 from lightning_boost.model.llama import LlamaForCausalLM
@@ -100,6 +100,16 @@ def test_a_layout_takes_all_of_its_processes(recipe):
         == trainer["devices"] * trainer["num_nodes"]
     )
     assert trainer["devices"] % sizes["tensor_parallel_size"] == 0, "the tensor axis stays inside a node"
+
+
+def test_the_node_of_gpus_recomputes_as_its_recipe_says():
+    recipe = RECIPES / "parallel" / "one_node_8_gpus.yaml"
+    composed = _composed(QUICKSTART, RECIPES / "model" / "boost_7b.yaml", recipe)
+    config, given = _model_config(composed), composed["trainer"]["strategy"]["init_args"]
+    options = {name: given[name] for name in ("recompute", "store_latents", "keep_attention", "tensor_parallel_size")}
+    bottleneck_size = config.bottleneck_size_of(0, "q_proj")
+    assert "7R + 2 + D/4" in recipe.read_text()
+    assert kept_values(config, 0, **options) == KeptValues(7 * bottleneck_size + config.hidden_size / 4, 2)
 
 
 def _model_of(pretrain):

@@ -1,13 +1,19 @@
 """Options of recompute, and what its policy keeps."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointPolicy
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 
-from lightning_boost import BoostParallelStrategy
+from lightning_boost import BoostParallelStrategy, recompute
+from lightning_boost.callbacks.low_rank_activation_checkpointing import LowRankActivationCheckpointing
 from lightning_boost.layout import find_decoder
 from lightning_boost.recompute import RecomputeOptions, _Policy, check_layers
 from tests.models import meta_model, small_config
+from tests.users_module import UsersModule, loader, trainer_for
 
 
 @pytest.mark.parametrize(
@@ -21,6 +27,14 @@ from tests.models import meta_model, small_config
         ({"recompute": "low_rank", "recompute_every": float("nan")}, r"recompute_every \(nan\) must be"),
         ({"recompute": "low_rank", "recompute_every": True}, r"recompute_every \(True\) must be"),
         ({"recompute": "block", "keep_attention": True}, r"keep_attention \(True\) must be False with recompute"),
+        (
+            {"recompute": "low_rank", "store_latents": "half"},
+            r"store_latents \('half'\) must be one of 'whole', 'sharded'",
+        ),
+        (
+            {"recompute": "block", "store_latents": "sharded"},
+            r"store_latents \('sharded'\) must be 'whole' with recompute",
+        ),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):
@@ -28,10 +42,79 @@ def test_options_out_of_range_are_refused(options, message):
         BoostParallelStrategy(**options)
 
 
-@pytest.mark.parametrize("options", [{"recompute_every": 2}, {"keep_attention": True}])
+@pytest.mark.parametrize("options", [{"recompute_every": 2}, {"keep_attention": True}, {"store_latents": "sharded"}])
 def test_options_that_mean_nothing_are_noted(options):
     with pytest.warns(UserWarning, match="mean nothing with recompute 'none'"):
         BoostParallelStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "no recompute"),
+        ({"kind": "block"}, "recompute block in every block"),
+        ({"kind": "low_rank", "every": 2.0}, "recompute low_rank in every 2. block"),
+        (
+            {"kind": "low_rank", "every": 0.25, "keep_attention": True, "store_latents": "sharded"},
+            "recompute low_rank in 25% of the blocks, attention kept, latents sharded",
+        ),
+    ],
+)
+def test_options_in_words(options, words):
+    assert str(RecomputeOptions(**options)) == words
+
+
+def _callback(**options):
+    return LowRankActivationCheckpointing(**options)
+
+
+def test_a_callback_is_held_to_the_same_ranges():
+    for options in ({"every": 0}, {"store_latents": "half"}):
+        with pytest.raises(ValueError, match="must be"):
+            _callback(**options)
+
+
+def test_a_callback_chooses_in_the_strategy_s_stead():
+    requested = BoostParallelStrategy(2).requested
+    assert requested.joined_by([ModelCheckpoint()]) is requested
+    expected = RecomputeOptions(kind="low_rank", every=2, keep_attention=True, store_latents="sharded")
+    callback = _callback(every=2, keep_attention=True, store_latents="sharded")
+    assert requested.joined_by([ModelCheckpoint(), callback]) == replace(requested, recompute=expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "callbacks", "message"),
+    [
+        (
+            {"recompute": "low_rank"},
+            [_callback()],
+            r"recompute \('low_rank'\) of the strategy must be 'none' beside the",
+        ),
+        ({"recompute": "block"}, [_callback()], r"recompute \('block'\) of the strategy must be 'none' beside the"),
+        (
+            {},
+            [_callback(), _callback(every=2)],
+            "LowRankActivationCheckpointing must be given once, and is given 2 times",
+        ),
+    ],
+)
+def test_recompute_that_is_chosen_twice_is_refused_before_processes_start(options, callbacks, message, monkeypatch):
+    monkeypatch.setattr(BoostParallelStrategy, "_setup_distributed", lambda _: pytest.fail("a process group started"))
+    trainer = trainer_for(strategy=BoostParallelStrategy(**options), callbacks=callbacks)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(UsersModule(), loader())
+
+
+def test_a_callback_without_the_strategy_is_refused():
+    trainer = trainer_for(strategy="auto", callbacks=[_callback()])
+    with pytest.raises(ValueError, match=r"strategy \(SingleDeviceStrategy\) must be 'boost' with LowRankActivation"):
+        trainer.fit(UsersModule(), loader())
+
+
+def test_shares_of_one_process_are_whole_and_that_is_told():
+    requested = BoostParallelStrategy(1, recompute="low_rank", store_latents="sharded").requested
+    with pytest.warns(UserWarning, match=r"store_latents \('sharded'\) means nothing with tensor_parallel_size 1"):
+        requested.resolve(find_decoder(meta_model(small_config())), 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +128,7 @@ def test_options_that_mean_nothing_are_noted(options):
         (0.5, 6, [0, 2, 4]),
         (0.75, 4, [0, 1, 2]),
         (0.01, 4, [0]),
+        (0.0001, 4, [0]),
     ],
 )
 def test_blocks_are_chosen_evenly_and_the_first_always(every, num_blocks, chosen):
@@ -69,6 +153,23 @@ def test_attention_that_draws_is_run_again(dropout, is_kept):
         assert policy(None, flash, heads, heads, heads, dropout_p=dropout) is expected
         efficient = operators._scaled_dot_product_efficient_attention.default
         assert policy(None, efficient, heads, heads, heads, None, True, dropout) is expected
+
+
+class _Layer(nn.Module):
+    def forward(self, hidden, scale, *, shift):
+        return hidden * scale + shift
+
+
+def test_what_is_given_by_name_is_handed_to_checkpoint_as_well(monkeypatch):
+    """It keeps the random numbers of the devices that it finds among what it is given by position."""
+    layer, seen = _Layer(), []
+    layer.__class__ = recompute._recomputed(_Layer, noop_context_fn)
+    monkeypatch.setattr(recompute, "checkpoint", lambda run, *inputs, **_: seen.extend(inputs) or run(*inputs))
+    hidden, shift = torch.ones(2), torch.zeros(2)
+    assert layer(hidden, shift=shift, scale=3.0).tolist() == [3.0, 3.0]
+    assert layer(hidden=hidden, shift=shift, scale=3.0).tolist() == [3.0, 3.0]
+    assert [each is hidden for each in seen] == [True, False, False, True, False, False]
+    assert [each is shift for each in seen] == [False, True, False, False, True, False]
 
 
 def test_a_layer_whose_forward_is_the_instance_s_is_refused():
