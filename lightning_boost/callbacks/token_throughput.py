@@ -119,7 +119,7 @@ class TokenThroughput(Callback):
         self._started = now
         self._steps_seen += 1
         if self._steps_seen == self.warmup_steps + self.window:
-            _log_peak_memory(pl_module)
+            _log_peak_memory(pl_module, at_end_of_epoch=False)
             self._started = time.perf_counter()
         # a callback before this one may have saved a checkpoint within the step
         if self._steps_seen <= self.warmup_steps or started is None:
@@ -143,7 +143,7 @@ class TokenThroughput(Callback):
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the peak of memory."""
-        _log_peak_memory(pl_module)
+        _log_peak_memory(pl_module, at_end_of_epoch=True)
 
     def _step(self, seconds: float, input_ids: torch.Tensor) -> _Step:
         tokens = input_ids.numel()
@@ -170,7 +170,7 @@ def _bubble(options: PipelineOptions, num_microbatches: int, pl_module: Lightnin
     return options.bubble_share(num_microbatches, pl_module.device_mesh[PIPELINE_AXIS].size())
 
 
-def _log_peak_memory(pl_module: LightningModule) -> None:
+def _log_peak_memory(pl_module: LightningModule, *, at_end_of_epoch: bool) -> None:
     """Log the largest peak of all processes, all of which must call this."""
     is_cuda = pl_module.device.type == "cuda"
     mine = torch.cuda.max_memory_allocated(pl_module.device) if is_cuda else _peak_resident()
@@ -178,7 +178,9 @@ def _log_peak_memory(pl_module: LightningModule) -> None:
     if dist.is_initialized():
         everyones = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, mine)
-    pl_module.log("peak_memory_gib" if is_cuda else "peak_resident_gib", max(everyones) / _GIB)
+    name = "peak_memory_gib" if is_cuda else "peak_resident_gib"
+    # the same on all processes, but Lightning would advise to say so
+    pl_module.log(name, max(everyones) / _GIB, sync_dist=at_end_of_epoch)
 
 
 def _peak_resident() -> int:
