@@ -1,7 +1,8 @@
 """What the collectives of the tensor axis move, by formula.
 
 Each scheme is a function that lists the collectives of one layer, and of the ends of the model, as ``Move``; whoever
-adds a scheme adds its two functions to ``_LAYER_MOVES`` and ``_END_MOVES``.
+adds a scheme adds its two functions to ``_LAYER_MOVES`` and ``_END_MOVES``, and what closes a layer to
+``_CLOSES_LAYER``.
 """
 
 from collections import Counter
@@ -92,7 +93,7 @@ def layer_moves(
     """
     scheme = scheme or scheme_of(config)
     moves = [move for chunk in CHUNKS for move in _LAYER_MOVES[scheme](config, layer, chunk, axis)]
-    return moves + [move for move in moves if _is_run_again(config, move, recompute)]
+    return moves + (list(_repeated_by_block(config, moves, scheme)) if recompute == "block" else [])
 
 
 def end_moves(
@@ -162,13 +163,16 @@ def layer_traffic(
     return traffic
 
 
-def _is_run_again(config: LlamaConfig, move: Move, recompute: str) -> bool:
-    """Tell whether a second run of a layer repeats a collective."""
-    if recompute != "block" or move.pass_ != "forward":
-        return False
-    # a second run ends with the last tensor that backward asks for: what closes a layer is not, but a mask behind it is
-    closes_layer = move.chunk == "down" and (move.operation == "reduce_scatter" or scheme_of(config) == "full_rank")
-    return not closes_layer or config.hidden_dropout > 0
+def _repeated_by_block(config: LlamaConfig, moves: Iterable[Move], scheme: str) -> Iterator[Move]:
+    """Yield what a second run of a whole layer repeats, up to the last tensor that backward asks for.
+
+    That is the input of the last product. What closes the layer behind it is not run again, unless dropout's mask,
+    which backward asks for too, comes after.
+    """
+    for move in moves:
+        closes_layer = move.chunk == "down" and move.operation == _CLOSES_LAYER[scheme]
+        if move.pass_ == "forward" and (not closes_layer or config.hidden_dropout > 0):
+            yield move
 
 
 def _bottleneck_layer(config: LlamaConfig, layer: int, chunk: str, axis: TensorAxis) -> Iterator[Move]:
@@ -237,3 +241,6 @@ _END_MOVES: dict[str, Callable[[LlamaConfig, TensorAxis], Iterable[Move]]] = {
     "bottleneck": _bottleneck_ends,
     "full_rank": _full_rank_ends,
 }
+
+_CLOSES_LAYER = {"bottleneck": "reduce_scatter", "full_rank": "all_reduce"}
+"""What sums a layer's last product over processes; the pair's sum of ``bottleneck`` comes before that product."""
