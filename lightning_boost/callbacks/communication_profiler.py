@@ -74,6 +74,7 @@ class CommunicationProfiler(Callback):
         self._calls: list[ModelCall] = []
         self._trace: CommunicationTrace | None = None
         self._sample: Sample | None = None
+        self._began = 0.0
         self._num_steps = self._num_batches = 0
         self._counted: dict[Key, Volume] = {}
         self._expected: dict[Key, Volume] = {}
@@ -114,7 +115,7 @@ class CommunicationProfiler(Callback):
         if self._sample is not None:
             is_cuda = pl_module.device.type == "cuda"
             self._trace = self._watch.enter_context(CommunicationTrace(self._axes, is_cuda=is_cuda).open())
-            self._sample.began.append(_now(is_cuda=is_cuda))
+            self._began = _now(is_cuda=is_cuda)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -130,7 +131,8 @@ class CommunicationProfiler(Callback):
         if self._log is None:
             return
         if self._sample is not None:
-            self._sample.lasted.append(_now(is_cuda=pl_module.device.type == "cuda") - self._sample.began[-1])
+            self._sample.began.append(self._began)
+            self._sample.lasted.append(_now(is_cuda=pl_module.device.type == "cuda") - self._began)
         log, trace = self._log, self._trace
         self._stop()
         has_stepped = trainer.global_step != self._step_before

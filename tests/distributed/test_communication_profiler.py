@@ -322,6 +322,29 @@ def test_steps_between_take_no_time_stamp_and_no_operation_and_losses_are_the_sa
         assert [more_operations[step] for step in (0, 2, 4)] == [operations[step] for step in (0, 2, 4)]
 
 
+class _Skipping(LowRankLanguageModel):
+    """Ends its first epoch in the middle of a step that is sampled."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if self.current_epoch == 0 and batch_idx == 3 else None
+
+    def on_train_epoch_end(self):
+        assert not collectives._open_logs
+
+
+def _skip(folder):
+    config = small_config()
+    options = {"accumulate_grad_batches": 2, "max_epochs": 2}
+    return _fit(folder, _Skipping(config), _data(config), _data(config), **options)
+
+
+def test_a_skipped_batch_leaves_nothing_open(tmp_path):
+    for report, *_ in run_processes(_skip, 2, tmp_path):
+        assert report["is_as_formula"] is True
+        assert report["num_batches"] == 3 + 4
+        assert report["sampled_steps"] == [1]
+
+
 class _Failing(LowRankLanguageModel):
     def on_after_backward(self):
         if self.trainer.global_step == 1:
