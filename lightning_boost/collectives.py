@@ -5,9 +5,9 @@ Tensors must be contiguous: gloo reduces the wrong memory of a sliced view witho
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -59,12 +59,21 @@ class CollectiveLog:
     """Counts of the tensor-axis collectives that ran while the log was open."""
 
     traffic: dict[CollectiveKey, Traffic] = field(default_factory=dict)
+    groups: dict[CollectiveKey, str] = field(default_factory=dict)
+    """Names of the groups: not all that is issued here stays on the tensor axis."""
 
-    def add(self, operation: str, label: Label, tensor: Tensor) -> None:
+    def add(self, operation: str, label: Label, tensor: Tensor, group: str) -> None:
         """Count one collective that ``tensor`` was handed to."""
         key = CollectiveKey(operation, *label)
-        mine = Traffic(1, tensor.numel(), tensor.numel() * tensor.element_size())
-        self.traffic[key] = self.traffic.get(key, Traffic()) + mine
+        traffic = self.traffic.get(key)
+        if traffic is None:
+            traffic = self.traffic[key] = Traffic()
+            self.groups[key] = group
+        # in place, since this runs in every step
+        values = tensor.numel()
+        traffic.launches += 1
+        traffic.values += values
+        traffic.bytes += values * tensor.element_size()
 
     def total(self, *, operation: str | None = None, chunk: str | None = None, pass_: str | None = None) -> Traffic:
         """Sum the counts of all keys that match the given parts."""
@@ -75,6 +84,62 @@ class CollectiveLog:
             if all(want in (None, part) for want, part in zip(wanted, key, strict=True))
         )
         return sum(matching, Traffic())
+
+
+class Recorded(Protocol):
+    """A collective that is under way, for whoever takes its time."""
+
+    def waited_for(self) -> None:
+        """Note that this process waits from now on."""
+
+    def ended(self) -> None:
+        """Note that its result may be used from now on."""
+
+
+class Recorder(Protocol):
+    """Is told of each collective as it is issued."""
+
+    def issue(
+        self, operation: str, label: Label, tensor: Tensor, group: ProcessGroup
+    ) -> AbstractContextManager[Recorded]:
+        """Return a context to issue it in."""
+
+
+class InFlight(Protocol):
+    """A collective that was started."""
+
+    def wait(self) -> object:
+        """Wait until its result may be used."""
+
+
+@dataclass
+class _RecordedWork:
+    """A collective that was started while a recorder was there."""
+
+    work: Work
+    record: Recorded
+
+    def wait(self) -> None:
+        self.record.waited_for()
+        self.work.wait()
+        self.record.ended()
+
+
+_recorder: Recorder | None = None
+
+
+@contextmanager
+def record_collectives(recorder: Recorder) -> Iterator[None]:
+    """Tell a recorder of this process's collectives until the context ends; the innermost hears them.
+
+    Collectives that run while there is none take no time stamps.
+    """
+    global _recorder
+    before, _recorder = _recorder, recorder
+    try:
+        yield
+    finally:
+        _recorder = before
 
 
 _open_logs: list[CollectiveLog] = []
@@ -109,37 +174,55 @@ def group_index(group: str) -> int:
 
 def all_reduce(tensor: Tensor, group: str, label: Label) -> None:
     """Sum ``tensor`` over the group, in place."""
-    _check_and_count("all_reduce", tensor, label)
-    dist.all_reduce(tensor, group=_groups[group])
+    with _issuing("all_reduce", tensor, group, label):
+        dist.all_reduce(tensor, group=_groups[group])
 
 
-def start_all_reduce(tensor: Tensor, group: str, label: Label) -> Work:
+def start_all_reduce(tensor: Tensor, group: str, label: Label) -> InFlight:
     """Start summing ``tensor`` over the group, in place; the caller waits before it reads the tensor."""
-    _check_and_count("all_reduce", tensor, label)
-    work: Work = dist.all_reduce(tensor, group=_groups[group], async_op=True)
-    return work
+    _check_and_count("all_reduce", tensor, group, label)
+    if _recorder is None:
+        work: Work = dist.all_reduce(tensor, group=_groups[group], async_op=True)
+        return work
+    with _recorder.issue("all_reduce", label, tensor, _groups[group]) as record:
+        work = dist.all_reduce(tensor, group=_groups[group], async_op=True)
+    return _RecordedWork(work, record)
 
 
 def all_gather(tensor: Tensor, group: str, label: Label) -> Tensor:
     """Return every process's ``tensor``, stacked: ``[S, …]`` for a group of ``S`` processes."""
-    _check_and_count("all_gather", tensor, label)
     gathered = tensor.new_empty(group_size(group) * tensor.numel())
-    _all_gather(gathered, tensor.view(-1), group=_groups[group])
+    with _issuing("all_gather", tensor, group, label):
+        _all_gather(gathered, tensor.view(-1), group=_groups[group])
     return gathered.view(group_size(group), *tensor.shape)
 
 
 def reduce_scatter(tensor: Tensor, group: str, label: Label) -> Tensor:
     """Sum ``tensor`` of shape ``[S, …]`` over the group's ``S`` processes and return this process's part ``[…]``."""
-    _check_and_count("reduce_scatter", tensor, label)
     part = torch.empty_like(tensor[0])
-    _reduce_scatter(part.view(-1), tensor.view(-1), group=_groups[group])
+    with _issuing("reduce_scatter", tensor, group, label):
+        _reduce_scatter(part.view(-1), tensor.view(-1), group=_groups[group])
     return part
 
 
-def _check_and_count(operation: str, tensor: Tensor, label: Label) -> None:
+def _issuing(operation: str, tensor: Tensor, group: str, label: Label) -> AbstractContextManager[None]:
+    _check_and_count(operation, tensor, group, label)
+    return nullcontext() if _recorder is None else _recording(_recorder, operation, tensor, group, label)
+
+
+@contextmanager
+def _recording(recorder: Recorder, operation: str, tensor: Tensor, group: str, label: Label) -> Iterator[None]:
+    """Have one collective recorded that is waited for at once."""
+    with recorder.issue(operation, label, tensor, _groups[group]) as record:
+        record.waited_for()
+        yield
+        record.ended()
+
+
+def _check_and_count(operation: str, tensor: Tensor, group: str, label: Label) -> None:
     if not tensor.is_contiguous():
         raise RuntimeError(
             f"{operation} for {label} must get a contiguous tensor, not one of strides {tensor.stride()}."
         )
     for log in _open_logs:
-        log.add(operation, label, tensor)
+        log.add(operation, label, tensor, group)

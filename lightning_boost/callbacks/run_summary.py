@@ -1,7 +1,7 @@
 """What a run was and what came of it, on one screen at its end."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_boost.callbacks.traffic_formula import given_scheme, recompute_of
 from lightning_boost.collectives import CollectiveLog, Traffic, count_collectives
 from lightning_boost.config import LlamaConfig
-from lightning_boost.cost import CHUNKS, count_parameters, layer_traffic, second_run_traffic
+from lightning_boost.cost import CHUNKS, TensorAxis, count_parameters, layer_moves
 from lightning_boost.mesh import TENSOR_AXIS
 from lightning_boost.model.generation import generate
 from lightning_boost.recompute import RecomputeOptions
@@ -144,7 +145,7 @@ class RunSummary(Callback):
     def _rows(self, trainer: Trainer, pl_module: LightningModule) -> Iterator[Row]:
         config = _config(pl_module)
         size = pl_module.device_mesh[TENSOR_AXIS].size() if pl_module.device_mesh is not None else 1
-        recompute = getattr(getattr(trainer.strategy, "requested", None), "recompute", RecomputeOptions())
+        recompute, scheme = recompute_of(trainer), given_scheme(trainer)
         sizes = str(getattr(trainer.strategy, "sizes", "one process"))
         yield "layout", sizes if recompute.kind == "none" else f"{sizes}; {recompute}"
         yield "model", _describe(config)
@@ -153,7 +154,8 @@ class RunSummary(Callback):
         if size > 1 and self._log is not None:
             dtype = torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32
             columns = statistic_columns(dtype, size)
-            yield from _communication(self._log, config, recompute, self._tokens_of_step, size, columns)
+            axis = TensorAxis(size=size, gemm_columns=columns, stream_columns=columns)
+            yield from _communication(self._log, config, recompute, scheme, self._tokens_of_step, axis)
         if self._norms:
             worst = max(self._norms, key=lambda norm: norm.max_absolute)
             yield (
@@ -197,23 +199,27 @@ def _short(path: str) -> str:
 
 
 def _communication(
-    log: CollectiveLog, config: LlamaConfig, recompute: RecomputeOptions, tokens: int, size: int, columns: int
+    log: CollectiveLog,
+    config: LlamaConfig,
+    recompute: RecomputeOptions,
+    scheme: str | None,
+    tokens: int,
+    axis: TensorAxis,
 ) -> Iterator[Row]:
     """Yield what a block's collectives were counted to move, beside the formula."""
     layers = config.num_hidden_layers
-    axis = {"tensor_parallel_size": size, "statistic_columns": columns}
-    formulas: list[Mapping[tuple[str, str, str], float]] = [
-        layer_traffic(config, layer, **axis) for layer in range(layers)
-    ]
-    formulas += [
-        second_run_traffic(config, layer, recompute=recompute.kind, store_latents=recompute.store_latents, **axis)
-        for layer in recompute.choose(layers)
+    again = {"recompute": recompute.kind, "store_latents": recompute.store_latents}
+    chosen = recompute.choose(layers)
+    moves = [
+        move
+        for layer in range(layers)
+        for move in layer_moves(config, layer, axis, scheme=scheme, **(again if layer in chosen else {}))
     ]
     for pass_ in ("forward", "backward"):
         counted = sum((log.total(chunk=chunk, pass_=pass_) for chunk in CHUNKS), Traffic())
-        expected = [values for formula in formulas for key, values in formula.items() if key[2] == pass_]
+        widths = [move.width for move in moves if move.pass_ == pass_ and move.width]
         yield (
             f"{pass_}, a block",
             f"{counted.launches / layers:g} collectives, {counted.values / layers / tokens:.0f} values per token"
-            f" counted; formula {len(expected) / layers:g} and {sum(expected) / layers:.0f}",
+            f" counted; formula {len(widths) / layers:g} and {float(sum(widths)) / layers:.0f}",
         )

@@ -122,3 +122,9 @@ class LlamaForCausalLM(nn.Module):
         hidden = self.model(input_ids, document_ids, cache)
         output: Tensor = self.lm_head(hidden) if labels is None else self.loss(hidden, self.lm_head.weight, labels)
         return output
+
+
+def find_llama(module: nn.Module) -> LlamaForCausalLM | None:
+    """Return the model of this package that a module has; ``None`` if it has none, or several."""
+    found = [inner for inner in module.modules() if isinstance(inner, LlamaForCausalLM)]
+    return found[0] if len(found) == 1 else None

@@ -80,6 +80,15 @@ class PipelineOptions:
         dividing = [count for count in range(size, most + 1, step) if num_samples % count == 0]
         return max(dividing, default=size)
 
+    def bubble_share(self, num_microbatches: int, size: int) -> float:
+        """Return the share of a step in which a process has nothing to do, by the formula of the schedule.
+
+        It is ``(p - 1) / (m + p - 1)`` for ``m`` micro-batches and stages that all take the same time, and with ``v``
+        stages on each of the ``p`` processes ``(p - 1) / v`` in the place of ``p - 1``. Transfers take none.
+        """
+        idle = (size - 1) / self.virtual_stages
+        return idle / (num_microbatches + idle)
+
 
 def _check_whole(name: str, value: int | None) -> None:
     if value is not None and (type(value) is not int or value < 1):

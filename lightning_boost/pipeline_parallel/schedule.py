@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from typing_extensions import override
 
 from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS
 from lightning_boost.model.loss import check_loss_arguments, mean_loss_of
+from lightning_boost.pipeline_parallel.borders import MarkedStage
 from lightning_boost.pipeline_parallel.commit import Commit, gradients_set_aside
 from lightning_boost.pipeline_parallel.microbatches import Microbatches, bind, cut_batch
 from lightning_boost.pipeline_parallel.options import PipelineOptions
@@ -29,6 +30,8 @@ from lightning_boost.pipeline_parallel.trees import map_tensors
 
 _KEPT_SHAPES = 4
 """Shapes of batches whose buffers are kept; those of others are made anew."""
+
+_PIPELINE = "_pipeline"
 
 
 @dataclass
@@ -85,6 +88,9 @@ class Pipeline:
         self._returns_output: bool | None = None
         """Whether with labels the model returns its loss among other outputs; known once a loss has been."""
 
+        self.last_cut: tuple[int, int] | None = None
+        """Micro-batches of the last batch, and rows of each."""
+
         for stage in stages:
             stage.call = self._call
 
@@ -110,6 +116,7 @@ class Pipeline:
         if has_labels:
             check_loss_arguments(arguments)
         microbatches = cut_batch(arguments, self._count_for(len(next(iter(arguments.values())))))
+        self.last_cut = len(microbatches), microbatches.rows
         weights = self._weights(microbatches, over_replicas=is_trained) if has_labels else []
         self._run = run = _Run(microbatches, weights, self._autocast_state())
         try:
@@ -224,7 +231,7 @@ class Pipeline:
         loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=is_trained)
         num_stages = self._axis.size() * len(self._stages)
         stages = [
-            PipelineStage(
+            MarkedStage(
                 stage,
                 self._axis.get_local_rank() + turn * self._axis.size(),
                 num_stages,
@@ -265,7 +272,12 @@ def install_pipeline(root: nn.Module, pipeline: Pipeline) -> None:
     model_class = type(root)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_pipeline"](*args, **kwargs)
+        return self.__dict__[_PIPELINE](*args, **kwargs)
 
-    root.__dict__["_pipeline"] = pipeline
+    root.__dict__[_PIPELINE] = pipeline
     root.__class__ = type(model_class.__name__, (model_class,), {"forward": override(forward)})
+
+
+def find_pipeline(root: nn.Module) -> Pipeline | None:
+    """Return what runs the calls of a model, if that is a pipeline."""
+    return root.__dict__.get(_PIPELINE)

@@ -1,0 +1,16 @@
+"""How many parameters a model has."""
+
+from lightning_boost.config import LlamaConfig
+
+
+def count_parameters(config: LlamaConfig, *, full_rank: bool = False) -> int:
+    """Return the parameters of the model, or of the one with dense matrices in the places of its factor pairs."""
+    total = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2) + config.hidden_size
+    for layer in range(config.num_hidden_layers):
+        total += 2 * config.hidden_size
+        for projection, (fan_in, fan_out) in config.projection_shapes().items():
+            size = None if full_rank else config.bottleneck_size_of(layer, projection)
+            total += fan_in * fan_out if size is None else size * (fan_in + fan_out)
+            is_attention = projection in ("q_proj", "k_proj", "v_proj", "o_proj")
+            total += fan_out if (config.attention_bias if is_attention else config.mlp_bias) else 0
+    return total
