@@ -15,6 +15,7 @@ from lightning_boost.benchmark.iteration import measure_iteration, measure_kinds
 from lightning_boost.benchmark.numerics import PAPER_PROCESSES, PAPER_TOKENS, measure_numerics
 from lightning_boost.benchmark.paper import BOOST_7B
 from lightning_boost.benchmark.processes import Device
+from lightning_boost.benchmark.recompute import measure_recompute
 from lightning_boost.benchmark.report import Report
 from lightning_boost.benchmark.strategy import measure_strategy
 from lightning_boost.commands.display import console_for_results
@@ -59,6 +60,9 @@ grouping = _timed("grouping", measure_grouping, "Time a decoder block with and w
 peers = _timed("peers", measure_peers, "Time a decoder block beside the same one under torch's own tensor parallelism.")
 
 
+recompute = _timed(
+    "recompute", measure_recompute, "Count what a decoder block keeps and time it, under each form of recompute."
+)
 iteration = _timed(
     "iteration",
     measure_iteration,
@@ -160,6 +164,7 @@ BENCHMARKS: dict[str, Callable[..., int]] = {
     "block": block,
     "grouping": grouping,
     "peers": peers,
+    "recompute": recompute,
     "iteration": iteration,
     "kinds": kinds,
     "strategy": strategy,

@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from lightning_boost.benchmark import block, iteration, numerics
+from lightning_boost.benchmark import block, iteration, numerics, recompute
 from lightning_boost.benchmark.block import measure_block
 from lightning_boost.benchmark.blocks import SCHEMES, BlockSizes
 from lightning_boost.benchmark.counts import count_block, mlp_intensity, parameters_per_process
@@ -45,7 +45,7 @@ def warm(monkeypatch):
     def run_warm(function, num_processes, *args, device="cpu"):
         return run_processes(function, num_processes, torch.device(device), *args)[0]
 
-    for module in (block, iteration, numerics):
+    for module in (block, iteration, numerics, recompute):
         name = "run_together" if module is numerics else "run_pinned"
         monkeypatch.setattr(module, name, run_warm)
 
@@ -83,6 +83,23 @@ def test_a_training_step_is_measured_at_every_micro_batch(capfd):
         assert each["milliseconds"].keys() == SCHEMES.keys()
     assert found["micro-batch"]["4"]["ratios"]["vanilla / bottleneck"]["paper"] == pytest.approx(1.64 / 0.72)
     assert found["machine"]["gemm_gflops_per_second"] > 0
+
+
+@pytest.mark.usefixtures("warm")
+def test_recompute_keeps_less_and_its_collectives_are_counted(capfd):
+    sizes = [option for option in TINY if "sequences" not in option]
+    found = _figures(capfd, "recompute", "--repetitions=2", *sizes, "--sizes.num_sequences=4")
+    forms, mib = found["forms"], 2**20
+    kept = {name: form["kept_mib"] * mib / 2 / 32 for name, form in forms.items()}
+    # of 32 tokens, in values of bf16; a scale in fp32 counts as two
+    assert kept["bottleneck, low_rank"] == 7 * 8 + 32 / 2 + 2 * 2
+    assert kept["bottleneck, low_rank, sharded"] == 7 * 8 / 2 + 32 / 2 + 2 * 2
+    assert kept["bottleneck, block"] == 32 / 2
+    assert kept["vanilla, block"] == kept["vanilla_sharded, block"] == 32
+    launches = {name: form["collectives"] for name, form in forms.items()}
+    assert launches["bottleneck, none"] == launches["bottleneck, low_rank"] == 8
+    assert launches["bottleneck, block"] == launches["bottleneck, low_rank, sharded"] == 12
+    assert launches["vanilla, block"] == 11 + 7
 
 
 @pytest.mark.usefixtures("warm")
