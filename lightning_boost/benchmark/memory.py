@@ -43,7 +43,8 @@ PAPER_TOKENS = 4 * 4096
 PAPER_TENSOR_SIZE = 4
 
 _GIB = 2**30
-_TOKENS_RUN = (CHUNK_TOKENS, 2 * CHUNK_TOKENS)
+_TOKENS_RUN = (2 * CHUNK_TOKENS, 3 * CHUNK_TOKENS)
+"""At least two chunks of the loss: the second is computed while some of the first is still there."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,8 @@ def count_ends(config: LlamaConfig, candidate: Candidate, *, tensor_parallel_siz
     """Return the bytes beside those of blocks and parameters; arguments as of ``count_memory``."""
     with processes_that_do_nothing(tensor_parallel_size):
         model = _ends_of(config, candidate)
+        if num_tokens <= _TOKENS_RUN[-1]:
+            return max(_peaks(model, num_tokens))
         few, more = (_peaks(model, tokens) for tokens in _TOKENS_RUN)
     first, second = _TOKENS_RUN
     # which part has the highest peak depends on the number of tokens, so each is extended by itself
