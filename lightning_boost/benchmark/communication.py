@@ -62,8 +62,8 @@ class CollectiveSequence(CollectiveLog):
     """Operation, and a tensor like the one that was handed to it."""
 
     @override
-    def add(self, operation: str, label: Label, tensor: Tensor) -> None:
-        super().add(operation, label, tensor)
+    def add(self, operation: str, label: Label, tensor: Tensor, *others: Any) -> None:
+        super().add(operation, label, tensor, *others)
         self.calls.append((operation, torch.zeros_like(tensor)))
 
     def replay(self) -> None:

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_boost.benchmark import memory
 from lightning_boost.benchmark.blocks import SCHEMES
 from lightning_boost.benchmark.counts import parameters_per_process, processes_that_do_nothing
 from lightning_boost.benchmark.live_memory import LiveMemory
 from lightning_boost.cli import main
+from lightning_boost.collectives import register_group
 from lightning_boost.config import LlamaConfig, LowRankConfig
 
 SMALL = LlamaConfig(
@@ -66,11 +68,14 @@ def test_what_the_ends_hold_is_extended_to_what_is_followed(scheme):
 
 
 def test_what_an_operator_makes_inside_is_followed():
-    z, factors = torch.zeros(5, 2 * 3), [torch.zeros(7, 3)] * 2
-    with LiveMemory() as live:
-        y = torch.ops.lightning_boost.expand(z, factors)
-    stacked = 4 * 2 * 7 * 3
-    assert (live.bytes, live.peak) == (y.nbytes, y.nbytes + stacked)
+    x, gamma, factor = torch.zeros(5, 4), torch.ones(4), torch.zeros(3, 4)
+    with processes_that_do_nothing(2):
+        group = register_group(dist.group.WORLD)
+        with LiveMemory() as live:
+            z, rho = torch.ops.lightning_boost.norm_project_reduce(x, gamma, [factor], 1e-6, 8, group, "qkv")
+    reduced = 4 * 5 * (3 + 8)  # latents and the statistic's columns
+    assert live.bytes == z.nbytes + rho.nbytes
+    assert live.peak >= live.bytes + reduced
 
 
 def test_memory_is_shown_and_beside_the_paper_s_where_that_is_the_same_model(capfd, monkeypatch):
