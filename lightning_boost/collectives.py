@@ -146,9 +146,9 @@ _open_logs: list[CollectiveLog] = []
 
 
 @contextmanager
-def count_collectives() -> Iterator[CollectiveLog]:
-    """Open a log that counts this process's tensor-axis collectives until the context ends."""
-    log = CollectiveLog()
+def count_collectives(log: CollectiveLog | None = None) -> Iterator[CollectiveLog]:
+    """Open a log, a new one if none is given, that counts this process's tensor-axis collectives in the context."""
+    log = CollectiveLog() if log is None else log
     _open_logs.append(log)
     try:
         yield log

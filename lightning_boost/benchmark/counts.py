@@ -71,7 +71,7 @@ def count_block(
         dtype: Of parameters and activations.
         recompute: What is computed again in backward.
     """
-    with _processes_that_do_nothing(tensor_parallel_size):
+    with processes_that_do_nothing(tensor_parallel_size):
         block = make_block(config, candidate, (1, _TOKENS_RUN), dtype, torch.device("cpu"), recompute)
         counted = _count_step(block)
     scale = num_tokens / _TOKENS_RUN
@@ -107,7 +107,7 @@ def _count_step(block: Block) -> dict[str, tuple[CollectiveLog, int, int]]:
 
 
 @contextmanager
-def _processes_that_do_nothing(size: int) -> Iterator[None]:
+def processes_that_do_nothing(size: int) -> Iterator[None]:
     """Be the first of a group of processes whose others do not exist."""
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
@@ -144,6 +144,17 @@ def mlp_intensity(config: LlamaConfig, scheme: str, tensor_parallel_size: int, n
     return flops / (2 * values)
 
 
+def check_shares(config: LlamaConfig, tensor_parallel_size: int, num_tokens: int) -> None:
+    """Check that there is something to count.
+
+    Raises:
+        ValueError: If the tokens are fewer than one, or the processes cannot share the model.
+    """
+    if num_tokens < 1:
+        raise ValueError(f"tokens ({num_tokens}) must be at least 1.")
+    check_tensor_size(find_decoder(make_model(config, torch.bfloat16)), tensor_parallel_size)
+
+
 def measure_counts(config: LlamaConfig, *, tensor_parallel_size: int, num_tokens: int) -> Report:
     """Count a block under every scheme, in bf16.
 
@@ -155,9 +166,7 @@ def measure_counts(config: LlamaConfig, *, tensor_parallel_size: int, num_tokens
     Raises:
         ValueError: If the tokens are fewer than one, or the processes cannot share the model.
     """
-    if num_tokens < 1:
-        raise ValueError(f"tokens ({num_tokens}) must be at least 1.")
-    check_tensor_size(find_decoder(make_model(config, torch.bfloat16)), tensor_parallel_size)
+    check_shares(config, tensor_parallel_size, num_tokens)
     counts = {
         name: count_block(config, candidate, tensor_parallel_size=tensor_parallel_size, num_tokens=num_tokens)
         for name, candidate in SCHEMES.items()

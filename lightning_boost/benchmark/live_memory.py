@@ -10,25 +10,44 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_boost.tensor_parallel.library import NAMESPACE
+
+_KERNEL = torch._C.DispatchKey.CompositeExplicitAutograd
+"""Under which this package's operators are registered."""
+
 
 class LiveMemory(TorchDispatchMode):
-    """Follows the storages that operators make while it is entered, until they are freed."""
+    """Follows the storages that operators make while it is entered, until they are freed.
+
+    What this package's operators make and free inside themselves is followed too.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         """Of the storages that are alive."""
 
+        self.peak = 0
+        """The most that were alive at a time."""
+
         self._known: dict[int, weakref.ref[Any]] = {}
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+        if func.namespace == NAMESPACE:
+            # entered again, for the operators that its kernel calls; by name it would come back here
+            with self:
+                return func._op_dk(_KERNEL, *args, **(kwargs or {}))
+        output = self._run(func, args, kwargs or {})
         given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         for tensor in _tensors(output):
             if tensor.untyped_storage()._cdata not in given:
                 self._follow(tensor.untyped_storage())
         return output
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator of torch's."""
+        return func(*args, **kwargs)
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -40,6 +59,7 @@ class LiveMemory(TorchDispatchMode):
             del self._known[key]
 
         self.bytes += size
+        self.peak = max(self.peak, self.bytes)
         self._known[key] = weakref.ref(storage, forget)
 
 

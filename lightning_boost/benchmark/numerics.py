@@ -1,19 +1,17 @@
 """``benchmark numerics``: online RMSNorm and a linear behind it, beside one process, in the paper's set-up."""
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
 
+from lightning_boost.benchmark.online_norm import EPS, Form, check_draws, one_hot_limbs, rounded_column, share_of
 from lightning_boost.benchmark.processes import run_together
 from lightning_boost.benchmark.report import Report
-from lightning_boost.collectives import register_group
 from lightning_boost.model.norm import RMSNorm, normalize
-from lightning_boost.tensor_parallel.ops import NormProjectReduce
 
 FEATURES = 1024
 """Of the hidden state and of the linear's output."""
@@ -26,7 +24,6 @@ ONE_PROCESS = "one process"
 
 PAPER_TOKENS = 2
 PAPER_PROCESSES = 4
-_EPS = 1e-6
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -62,11 +59,7 @@ def measure_numerics(*, num_tokens: int, num_processes: int, num_draws: int) -> 
     Raises:
         ValueError: If a number is below 1, or the processes do not divide the features.
     """
-    for name, value in (("tokens", num_tokens), ("processes", num_processes), ("repetitions", num_draws)):
-        if value < 1:
-            raise ValueError(f"{name} ({value}) must be at least 1.")
-    if FEATURES % num_processes:
-        raise ValueError(f"processes ({num_processes}) must divide the {FEATURES} features; take a power of two.")
+    check_draws(FEATURES, num_processes, tokens=num_tokens, repetitions=num_draws)
     measured = run_together(_measure, num_processes, num_tokens, num_draws)
     found = {
         dtype: {form: Exactness(Distance(*pair[0]), Distance(*pair[1])) for form, pair in forms.items()}
@@ -115,33 +108,16 @@ def _distances(dtype: torch.dtype, num_tokens: int, seed: int) -> dict[str, tupl
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_tokens, FEATURES, generator=generator).to(dtype)
     weight = (STANDARD_DEVIATION * torch.randn(FEATURES, FEATURES, generator=generator)).to(dtype)
-    one_process = linear(RMSNorm(FEATURES, eps=_EPS).to(dtype)(x), weight).detach()
-    exact = linear(normalize(x.double(), _EPS), weight.double())
-    forms: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"online": _online}
+    one_process = linear(RMSNorm(FEATURES, eps=EPS).to(dtype)(x), weight).detach()
+    exact = linear(normalize(x.double(), EPS), weight.double())
+    forms: dict[str, Form] = {"online": one_hot_limbs}
     if dtype == torch.bfloat16:
-        forms["online, statistic in bf16"] = _online_with_rounded_statistic
-    shares = [tensor.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous() for tensor in (x, weight)]
-    outputs = {ONE_PROCESS: one_process, **{name: form(*shares) for name, form in forms.items()}}
+        forms["online, statistic in bf16"] = rounded_column
+    share = share_of(x, torch.ones(FEATURES, dtype=dtype), weight)
+    outputs = {ONE_PROCESS: one_process, **{name: form(share).output for name, form in forms.items()}}
     return {name: (_distance(output, one_process), _distance(output, exact)) for name, output in outputs.items()}
 
 
 def _distance(output: Tensor, reference: Tensor) -> Distance:
     difference = (output.double() - reference.double()).abs()
     return Distance(difference.max().item(), difference.mean().item())
-
-
-def _online(x: Tensor, weight: Tensor) -> Tensor:
-    """Map this process's features ``[N, D/tp]`` of the hidden state to the whole output ``[N, D]``."""
-    assert dist.group.WORLD is not None
-    gamma, group = torch.ones(x.shape[1], dtype=x.dtype), register_group(dist.group.WORLD)
-    output: Tensor = NormProjectReduce.apply(x, gamma, _EPS, FEATURES, group, "numerics", weight)[0]
-    return output
-
-
-def _online_with_rounded_statistic(x: Tensor, weight: Tensor) -> Tensor:
-    """Do the same with the sum of squares in one column of the payload, in its dtype."""
-    squares = x.float().square().sum(-1, keepdim=True)
-    buffer = torch.cat([linear(x, weight), squares.to(x.dtype)], 1)
-    dist.all_reduce(buffer)
-    rho = torch.rsqrt(buffer[:, -1:].float() / FEATURES + _EPS)
-    return (buffer[:, :-1] * rho).to(x.dtype)

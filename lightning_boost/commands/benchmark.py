@@ -10,13 +10,17 @@ from collections.abc import Callable
 from lightning_boost.benchmark.block import measure_block, measure_grouping, measure_peers
 from lightning_boost.benchmark.blocks import BlockSizes
 from lightning_boost.benchmark.charts import check_output, table_of, write_report
+from lightning_boost.benchmark.communication import measure_communication
 from lightning_boost.benchmark.counts import measure_counts
 from lightning_boost.benchmark.iteration import measure_iteration, measure_kinds
+from lightning_boost.benchmark.memory import PAPER_TENSOR_SIZE, measure_memory
+from lightning_boost.benchmark.memory import PAPER_TOKENS as PAPER_TOKENS_OF_MEMORY
 from lightning_boost.benchmark.numerics import PAPER_PROCESSES, PAPER_TOKENS, measure_numerics
 from lightning_boost.benchmark.paper import BOOST_7B
 from lightning_boost.benchmark.processes import Device
 from lightning_boost.benchmark.recompute import measure_recompute
 from lightning_boost.benchmark.report import Report
+from lightning_boost.benchmark.statistic import measure_statistic
 from lightning_boost.benchmark.strategy import measure_strategy
 from lightning_boost.commands.display import console_for_results
 from lightning_boost.config import LlamaConfig
@@ -57,6 +61,7 @@ def _timed(name: str, measure: Measure, summary: str, *, repetitions: int = 15) 
 
 block = _timed("block", measure_block, "Time a decoder block, forward and backward, under every scheme.")
 grouping = _timed("grouping", measure_grouping, "Time a decoder block with and without grouped projections.")
+comm = _timed("comm", measure_communication, "Time all-reduces of several sizes, and a block's collectives alone.")
 peers = _timed("peers", measure_peers, "Time a decoder block beside the same one under torch's own tensor parallelism.")
 
 
@@ -143,6 +148,48 @@ def numerics(
     return _show("numerics", report, json, output)
 
 
+def memory(
+    *,
+    config: LlamaConfig = BOOST_7B,
+    tensor_parallel_size: int = PAPER_TENSOR_SIZE,
+    tokens: int = PAPER_TOKENS_OF_MEMORY,
+    json: bool = False,
+    output: str | None = None,
+) -> int:
+    """Count what a process holds of a model that is trained, under every scheme and with recompute, on one process.
+
+    Args:
+        config: Of the model; none: the paper's 7B.
+        tensor_parallel_size: Processes, which need not exist.
+        tokens: Of a micro-batch.
+        json: Whether the last line of standard output is one JSON object.
+        output: Directory for the table, its figures and charts.
+    """
+    check_output(output)
+    report = measure_memory(config, tensor_parallel_size=tensor_parallel_size, num_tokens=tokens)
+    return _show("memory", report, json, output)
+
+
+def statistic(
+    *,
+    tokens: int = 256,
+    processes: int = 4,
+    json: bool = False,
+    output: str | None = None,
+) -> int:
+    """Compare the ways in which online RMSNorm's statistic can travel: launches, bytes, and exactness beside float64.
+
+    Args:
+        tokens: Rows of the hidden state.
+        processes: Tensor size; they may share cores.
+        json: Whether the last line of standard output is one JSON object.
+        output: Directory for the table, its figures and charts.
+    """
+    check_output(output)
+    report = measure_statistic(num_tokens=tokens, num_processes=processes)
+    return _show("statistic", report, json, output)
+
+
 def _show(name: str, report: Report | None, json: bool, output: str | None) -> int:
     """Print a report, and write it where that is asked for; nothing on processes that have none."""
     if report is None:
@@ -169,5 +216,8 @@ BENCHMARKS: dict[str, Callable[..., int]] = {
     "kinds": kinds,
     "strategy": strategy,
     "numerics": numerics,
+    "statistic": statistic,
+    "comm": comm,
+    "memory": memory,
 }
 """The commands, by the word behind ``benchmark``."""

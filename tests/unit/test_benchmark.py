@@ -3,14 +3,23 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from lightning_boost.benchmark import block, iteration, numerics, recompute
+from lightning_boost.benchmark import block, communication, iteration, numerics, recompute, statistic
 from lightning_boost.benchmark.block import measure_block
 from lightning_boost.benchmark.blocks import SCHEMES, BlockSizes
 from lightning_boost.benchmark.counts import count_block, mlp_intensity, parameters_per_process
 from lightning_boost.benchmark.paper import BOOST_7B
 from lightning_boost.benchmark.timing import Quartiles, ratios
 from lightning_boost.cli import main
+from lightning_boost.collectives import (
+    Label,
+    all_gather,
+    all_reduce,
+    count_collectives,
+    reduce_scatter,
+    register_group,
+)
 from tests.processes import run_processes
 
 TINY = [
@@ -45,8 +54,8 @@ def warm(monkeypatch):
     def run_warm(function, num_processes, *args, device="cpu"):
         return run_processes(function, num_processes, torch.device(device), *args)[0]
 
-    for module in (block, iteration, numerics, recompute):
-        name = "run_together" if module is numerics else "run_pinned"
+    for module in (block, communication, iteration, numerics, recompute, statistic):
+        name = "run_together" if module in (numerics, statistic) else "run_pinned"
         monkeypatch.setattr(module, name, run_warm)
 
 
@@ -166,6 +175,77 @@ def test_counts_are_shown_beside_the_paper_s(capfd):
     assert found["ratios"]["GEMM FLOPs, full_rank over bottleneck"]["paper"] == 2.53
     shown = _run(capfd, "counts", "--tensor_parallel_size=2", *small)
     assert "values forward, vanilla over full_rank: 5.19 (paper 5.19)" in shown
+
+
+# ---- communication
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_block_s_collectives_are_timed_alone(capfd):
+    found = _figures(capfd, "comm", "--repetitions=2", *TINY)
+    hidden, features, size, tokens = 32, 48, 8, 8
+    statistic_columns = 2 * 8
+    expected = {
+        "full_rank, forward": (2, 2 * hidden),
+        "vanilla, forward": (7, 5 * hidden + 2 * features),
+        "vanilla, backward": (4, 3 * hidden + features),
+        "bottleneck, forward": (4, 7 * size + statistic_columns),
+        "bottleneck, backward": (4, 7 * size),
+    }
+    for name, (launches, values) in expected.items():
+        assert found["traffic"][name] == {"launches": launches, "values": values * tokens, "bytes": 2 * values * tokens}
+    assert found["milliseconds"].keys() == {f"{name}, {pass_}" for name in SCHEMES for pass_ in ("forward", "backward")}
+    assert found["ratios"]["vanilla, forward / bottleneck, forward"]["paper"] == pytest.approx(9.87 / 1.86)
+    assert list(found["all_reduce"]) == [str(8 * 4**step * 2**10) for step in range(7)]
+
+
+def _replay():
+    group = register_group(dist.group.WORLD)
+    calls = communication.CollectiveSequence()
+    with count_collectives(calls):
+        all_reduce(torch.ones(3), group, Label("qkv", "forward"))
+        all_gather(torch.ones(2, 5, dtype=torch.bfloat16), group, Label("o", "forward"))
+        reduce_scatter(torch.ones(2, 7), group, Label("down", "forward"))
+    with count_collectives() as log:
+        calls.replay()
+    return [[(key.operation, vars(traffic)) for key, traffic in each.traffic.items()] for each in (calls, log)]
+
+
+def test_collectives_are_replayed_as_they_were_issued():
+    for recorded, replayed in run_processes(_replay, 2):
+        assert recorded == replayed
+        assert [operation for operation, _ in replayed] == ["all_reduce", "all_gather", "reduce_scatter"]
+
+
+def test_latency_and_bandwidth_are_those_of_the_line_behind_the_times():
+    sent = 2 * 3 / 4  # of a payload, by each of four processes
+    seconds = {payload: 5e-5 + sent * payload / 20e9 for payload in communication.PAYLOAD_BYTES}
+    assert communication.fit_line(seconds, 4) == pytest.approx((0.05, 20.0))
+
+
+def test_one_process_has_nothing_to_communicate():
+    with pytest.raises(ValueError, match=r"processes \(1\) must be at least 2"):
+        communication.measure_communication(BlockSizes(), num_processes=1, repetitions=2)
+
+
+# ---- statistic
+
+
+@pytest.mark.usefixtures("warm")
+def test_the_statistic_s_ways_are_counted_and_exact_as_they_should_be(capfd):
+    found = _figures(capfd, "statistic", "--tokens=8", "--processes=2")
+    assert found["sizes"] == {"tokens": 8, "processes": 2}
+    one_process, apart, column, local_first, limbs, wide = found["forms"].values()
+    moved = [(each["launches"], each["statistic_bytes_per_token"]) for each in found["forms"].values()]
+    # three limbs of each process, padded to eight columns
+    assert moved == [(0, 0), (2, 4), (1, 2), (2, 4), (1, 2 * 8), (1, 4)]
+    assert one_process["mean_square"] is None
+    for exact in (apart, local_first, limbs, wide):
+        assert exact["mean_square"] < 6e-7
+    assert 1e-3 < column["mean_square"] < 2**-7
+    for inputs in ("gaussian", "outliers"):
+        assert limbs["output"][inputs] == pytest.approx(apart["output"][inputs], rel=1e-2)
+        assert wide["output"][inputs] < limbs["output"][inputs] < local_first["output"][inputs] < 6e-3
 
 
 # ---- files
