@@ -65,7 +65,7 @@ class TrafficFormula:
             stream_columns=statistic_columns(stream, self.size),
         )
         self._recompute, self._scheme = recompute_of(trainer), given_scheme(trainer)
-        self._part = _part_of(model)
+        self._part = part_of(model)
         # batches of one shape after another
         self._of_call = lru_cache(maxsize=64)(self._moved_by)
 
@@ -157,7 +157,7 @@ def _why_missing(model: LlamaForCausalLM | None, trainer: Trainer) -> str | None
     return None
 
 
-def _part_of(model: LlamaForCausalLM) -> tuple[list[int], bool, bool]:
+def part_of(model: LlamaForCausalLM) -> tuple[list[int], bool, bool]:
     """Return the layers that stand here, and whether embedding and head do."""
     layers = [index for index, layer in enumerate(model.model.layers) if isinstance(layer, DecoderLayer)]
     has_embedding = not isinstance(model.model.embed_tokens, AbsentEmbedding)
