@@ -51,12 +51,22 @@ _OPERATIONS = {
     "recv_": "recv",
     "recv_any_source_": "recv",
     "broadcast_": "broadcast",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_reduce_coalesced_": "all_reduce",
     "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
 }
 """One name for each operation, whichever of torch's forms it was dispatched as."""
 
-_SECOND_IS_INPUT = ("all_gather", "reduce_scatter")
+_SECOND_IS_INPUT = ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all")
 """Operations whose first tensors are what comes out, in the namespace that works in place."""
 
 
@@ -169,6 +179,10 @@ class CommunicationTrace(TorchDispatchMode):
                 stack.enter_context(self._waits_noted())
             stack.enter_context(self)
             yield self
+
+    def end_step(self) -> None:
+        """Note that the optimizer is done, and another forward may follow."""
+        self.is_in_step = False
 
     def events(self) -> list[Event]:
         """Return what was recorded, in the order in which it was issued."""

@@ -86,6 +86,19 @@ class CommunicationProfiler(Callback):
         self._offsets: list[float] = []
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check that no other one would hear the same collectives.
+
+        Raises:
+            ValueError: If the Trainer has several.
+        """
+        given = sum(isinstance(callback, CommunicationProfiler) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        if given > 1:
+            raise ValueError(
+                f"callback CommunicationProfiler must be given once, and is given {given} times. Leave out all but one."
+            )
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget an earlier run, and find out what stands on this process."""
         self._begin_run(trainer.global_step)
@@ -120,8 +133,13 @@ class CommunicationProfiler(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Note that backward is over."""
-        if self._trace is not None:
-            self._trace.is_in_step = True
+        trace = self._trace
+        if trace is None:
+            return
+        trace.is_in_step = True
+        if not pl_module.automatic_optimization:
+            # the batch may go on with another forward, for another optimizer
+            self._watch.callback(optimizer.register_step_post_hook(lambda *_: trace.end_step()).remove)
 
     @override
     def on_train_batch_end(
@@ -219,8 +237,9 @@ class CommunicationProfiler(Callback):
         self._gather(sample)
         if trainer.is_global_zero:
             self._write()
-        for logger in trainer.loggers:
-            logger.log_metrics(self._shares(sample), step=sample.step)
+        shares = self._shares(sample)
+        for logger in trainer.loggers if shares else ():
+            logger.log_metrics(shares, step=sample.step)
 
     def _shares(self, sample: Sample) -> dict[str, float]:
         """Return which share of the step this process was blocked by each axis, where that is known."""
@@ -286,7 +305,10 @@ class CommunicationProfiler(Callback):
         }
         self._folder.mkdir(parents=True, exist_ok=True)
         for name, content in ((REPORT_NAME, report), (TRACE_NAME, trace)):
-            (self._folder / name).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+            # whoever reads while the run goes on finds a whole file
+            partial = self._folder / f"{name}.partial"
+            partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+            partial.replace(self._folder / name)
 
     def _show(self) -> None:
         rows = as_most([rows_of(*of_process) for of_process in zip(self._reports, self._sampled, strict=True)])

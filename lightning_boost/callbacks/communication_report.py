@@ -4,6 +4,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -217,18 +218,18 @@ def _weight(row: dict[str, Any]) -> tuple[bool, float, float]:
 
 
 def show(rows: Sequence[dict[str, Any]], lines: Iterable[str]) -> None:
-    """Print the table, and lines below it."""
+    """Print the table, or that there is nothing in it, and lines below it."""
     table = Table(title="communication of a step, of the process with the most", title_justify="left")
     for name in ("axis", "pass", "chunk", "operation"):
         table.add_column(name, no_wrap=True)
     for name in ("launches", "MiB", "formula", "blocked\nms", "waiting\nms", "transfer\nms", "share of\nstep"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row, following in zip(rows, [*rows[1:], None], strict=True):
+    for row, following in zip_longest(rows, rows[1:]):
         style = "bold red" if row["is_as_formula"] is False else None
         is_last = following is None or following["axis"] != row["axis"]
         table.add_row(*_cells(row), style=style, end_section=is_last)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    console.print(table)
+    console.print(table if rows else "No process sent another one anything.")
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
 

@@ -13,12 +13,14 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_boost.callbacks.traffic_formula import given_scheme, recompute_of
+from lightning_boost.callbacks.traffic_formula import given_scheme, part_of, recompute_of
 from lightning_boost.collectives import CollectiveLog, Traffic, count_collectives
 from lightning_boost.config import LlamaConfig
 from lightning_boost.cost import CHUNKS, TensorAxis, count_parameters, layer_moves
 from lightning_boost.mesh import TENSOR_AXIS
 from lightning_boost.model.generation import generate
+from lightning_boost.model.llama import find_llama
+from lightning_boost.pipeline_parallel.schedule import find_pipeline
 from lightning_boost.recompute import RecomputeOptions
 from lightning_boost.tensor_parallel.statistic import statistic_columns
 from lightning_boost.tensor_parallel.verification import NormDifference, verify_norms
@@ -49,7 +51,7 @@ class RunSummary(Callback):
         self._losses: dict[str, float] = {}
         self._validated_at = 0
         self._log: CollectiveLog | None = None
-        self._tokens_of_step = 0
+        self._num_runs = self._tokens_of_run = 0
         self._norms: list[NormDifference] = []
 
     @override
@@ -64,8 +66,9 @@ class RunSummary(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the first step's collectives."""
-        if self._log is None:
-            self._tokens_of_step = batch["input_ids"].numel()
+        # once more where the batch before it was skipped
+        self._watch.close()
+        if self._num_runs == 0:
             self._log = self._watch.enter_context(count_collectives())
 
     @override
@@ -74,6 +77,12 @@ class RunSummary(Callback):
     ) -> None:
         """Stop counting."""
         self._watch.close()
+        if self._num_runs == 0:
+            model, (rows, tokens) = find_llama(pl_module), batch["input_ids"].shape
+            pipeline = None if model is None else find_pipeline(model)
+            cut = None if pipeline is None else pipeline.last_cut
+            self._num_runs, rows = cut or (1, rows)
+            self._tokens_of_run = rows * tokens
 
     @override
     def on_validation_batch_start(
@@ -152,10 +161,14 @@ class RunSummary(Callback):
         low, full = count_parameters(config), count_parameters(config, full_rank=True)
         yield "parameters", f"{low:,}; with full-rank matrices {full:,} ({full / low:.2f} times as many)"
         if size > 1 and self._log is not None:
-            dtype = torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32
-            columns = statistic_columns(dtype, size)
-            axis = TensorAxis(size=size, gemm_columns=columns, stream_columns=columns)
-            yield from _communication(self._log, config, recompute, scheme, self._tokens_of_step, axis)
+            stream = next(pl_module.parameters()).dtype
+            gemm = torch.bfloat16 if str(trainer.precision).startswith("bf16") else stream
+            columns = (statistic_columns(dtype, size) for dtype in (gemm, stream))
+            axis = TensorAxis(size=size, gemm_columns=next(columns), stream_columns=next(columns))
+            model = find_llama(pl_module)
+            layers = [*range(config.num_hidden_layers)] if model is None else part_of(model)[0]
+            runs = self._num_runs, self._tokens_of_run
+            yield from _communication(self._log, config, recompute, scheme, layers, runs, axis)
         if self._norms:
             worst = max(self._norms, key=lambda norm: norm.max_absolute)
             yield (
@@ -203,16 +216,20 @@ def _communication(
     config: LlamaConfig,
     recompute: RecomputeOptions,
     scheme: str | None,
-    tokens: int,
+    layers: list[int],
+    runs: tuple[int, int],
     axis: TensorAxis,
 ) -> Iterator[Row]:
-    """Yield what a block's collectives were counted to move, beside the formula."""
-    layers = config.num_hidden_layers
+    """Yield what the collectives of a block that stands here were counted to move, beside the formula.
+
+    ``runs`` are forwards and tokens of each: micro-batches of a pipeline.
+    """
+    num_runs, tokens = runs[0] * len(layers), runs[1]
     again = {"recompute": recompute.kind, "store_latents": recompute.store_latents}
-    chosen = recompute.choose(layers)
+    chosen = recompute.choose(config.num_hidden_layers)
     moves = [
         move
-        for layer in range(layers)
+        for layer in layers
         for move in layer_moves(config, layer, axis, scheme=scheme, **(again if layer in chosen else {}))
     ]
     for pass_ in ("forward", "backward"):
@@ -220,6 +237,6 @@ def _communication(
         widths = [move.width for move in moves if move.pass_ == pass_ and move.width]
         yield (
             f"{pass_}, a block",
-            f"{counted.launches / layers:g} collectives, {counted.values / layers / tokens:.0f} values per token"
-            f" counted; formula {len(widths) / layers:g} and {float(sum(widths)) / layers:.0f}",
+            f"{counted.launches / num_runs:g} collectives, {counted.values / num_runs / tokens:.0f} values per token"
+            f" counted; formula {len(widths) / len(layers):g} and {float(sum(widths)) / len(layers):.0f}",
         )

@@ -52,19 +52,21 @@ class TokenThroughput(Callback):
     they are logged after the first window and at the end of each epoch.
 
     Args:
-        window: Steps over which the rate is taken.
-        warmup_steps: Steps of each run that are left out.
+        window: Steps over which the rate is taken; of accumulated gradients each batch is one.
+        warmup_steps: Those of each run that are left out.
         peak_flops: Operations per second that one device can do at most. ``None``: that of the card for dense bf16,
             where it is known; a CPU's is not.
 
     Raises:
-        ValueError: If ``window`` is below 1, or ``peak_flops`` not above 0.
+        ValueError: If ``window`` is below 1, ``warmup_steps`` below 0, or ``peak_flops`` not above 0.
     """
 
     def __init__(self, *, window: int = 20, warmup_steps: int = 2, peak_flops: float | None = None) -> None:
         super().__init__()
         if window < 1:
             raise ValueError(f"window ({window}) must be at least 1 step.")
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps ({warmup_steps}) must be at least 0 steps.")
         if peak_flops is not None and not peak_flops > 0:
             raise ValueError(f"peak_flops ({peak_flops}) must be above 0, or None for that of the card.")
         self.window = window
@@ -79,7 +81,12 @@ class TokenThroughput(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the clock, unless it runs since the step before."""
+        """Start the clock, unless it runs since the step before.
+
+        Raises:
+            TypeError: If the batch has no ``input_ids``.
+        """
+        _input_ids(batch)
         if self._started is None:
             self._started = time.perf_counter()
 
@@ -124,7 +131,7 @@ class TokenThroughput(Callback):
         # a callback before this one may have saved a checkpoint within the step
         if self._steps_seen <= self.warmup_steps or started is None:
             return
-        step = self._step(now - started, batch["input_ids"])
+        step = self._step(now - started, _input_ids(batch))
         self._recent = [*self._recent, step][-self.window :]
         seconds = sum(step.seconds for step in self._recent)
         replicas: int = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
@@ -149,6 +156,17 @@ class TokenThroughput(Callback):
         tokens = input_ids.numel()
         flops, executed = (0, 0) if self._flops_per_token is None else self._flops_per_token(input_ids.shape[-1])
         return _Step(seconds, tokens, tokens * flops, tokens * executed)
+
+
+def _input_ids(batch: Any) -> torch.Tensor:
+    try:
+        input_ids: torch.Tensor = batch["input_ids"]
+    except (IndexError, KeyError, TypeError):
+        raise TypeError(
+            f"TokenThroughput counts the positions of a batch's 'input_ids'; this batch ({type(batch).__name__}) has"
+            " none. Give batches that have, or leave the callback out."
+        ) from None
+    return input_ids
 
 
 def _flops_per_token(config: LlamaConfig, recompute: RecomputeOptions) -> FlopsPerToken:

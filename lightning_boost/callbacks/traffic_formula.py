@@ -50,7 +50,7 @@ class TrafficFormula:
         mesh, model = pl_module.device_mesh, find_llama(pl_module)
         self.size = mesh[TENSOR_AXIS].size() if mesh is not None and TENSOR_AXIS in (mesh.mesh_dim_names or ()) else 1
         self._model = model
-        self.missing_because = _why_missing(model)
+        self.missing_because = _why_missing(model, trainer)
         """Why there is no formula; ``None`` if there is one."""
 
         if model is None or self.size == 1:
@@ -65,7 +65,7 @@ class TrafficFormula:
             stream_columns=statistic_columns(stream, self.size),
         )
         self._recompute, self._scheme = recompute_of(trainer), given_scheme(trainer)
-        self._part = _part_of(model)
+        self._part = part_of(model)
         # batches of one shape after another
         self._of_call = lru_cache(maxsize=64)(self._moved_by)
 
@@ -147,15 +147,17 @@ def config_of(pl_module: LightningModule) -> LlamaConfig | None:
     return None if model is None else model.config
 
 
-def _why_missing(model: LlamaForCausalLM | None) -> str | None:
+def _why_missing(model: LlamaForCausalLM | None, trainer: Trainer) -> str | None:
     if model is None:
         return "the module has no LlamaForCausalLM of this package, or several"
+    if getattr(trainer.strategy, "requested", None) is None:
+        return f"{type(trainer.strategy).__name__} does not split the model as 'boost' does"
     if any(not parameter.requires_grad for parameter in model.parameters()):
         return "some parameters are frozen"
     return None
 
 
-def _part_of(model: LlamaForCausalLM) -> tuple[list[int], bool, bool]:
+def part_of(model: LlamaForCausalLM) -> tuple[list[int], bool, bool]:
     """Return the layers that stand here, and whether embedding and head do."""
     layers = [index for index, layer in enumerate(model.model.layers) if isinstance(layer, DecoderLayer)]
     has_embedding = not isinstance(model.model.embed_tokens, AbsentEmbedding)

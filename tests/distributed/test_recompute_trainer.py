@@ -1,14 +1,16 @@
 """Recompute in a Trainer: whole runs end with the very weights of runs without it."""
 
 import contextlib
+import functools
 import io
 import os
+import re
 
 import pytest
 import torch
 from torch.nn.functional import dropout
 
-from lightning_boost import BoostParallelStrategy, LlamaConfig, LowRankLanguageModel
+from lightning_boost import BoostParallelStrategy, LlamaConfig, LowRankConfig, LowRankLanguageModel
 from lightning_boost.callbacks.low_rank_activation_checkpointing import LowRankActivationCheckpointing
 from lightning_boost.callbacks.online_rms_norm_verifier import OnlineRMSNormVerifier
 from lightning_boost.callbacks.run_summary import RunSummary
@@ -26,7 +28,7 @@ class _Dropping(UsersModule):
             layer.mlp.register_forward_hook(lambda module, _, output: dropout(output, 0.2, module.training))
 
 
-def _language_model():
+def _language_model(**changes):
     return LowRankLanguageModel(
         LlamaConfig(
             vocab_size=37,
@@ -36,6 +38,7 @@ def _language_model():
             num_attention_heads=4,
             attention_dropout=0.2,
             hidden_dropout=0.2,
+            **changes,
         )
     )
 
@@ -135,13 +138,16 @@ def test_a_second_trainer_must_want_the_same(first, second, message):
         run_processes(_with_other_options, 2, first, second)
 
 
-def _summarised(recompute):
+def _summarised(options, precision="32-true", **changes):
     os.environ["COLUMNS"] = "160"
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         trainer_for(
-            strategy=BoostParallelStrategy(2, **recompute), callbacks=[RunSummary(sample_tokens=0)], max_steps=1
-        ).fit(_language_model(), loader())
+            strategy=BoostParallelStrategy(**{"tensor_parallel_size": 2, **options}),
+            callbacks=[RunSummary(sample_tokens=0)],
+            max_steps=1,
+            precision=precision,
+        ).fit(_language_model(**changes), loader())
     return output.getvalue()
 
 
@@ -171,3 +177,25 @@ def test_a_summary_names_recompute_and_what_it_moves(recompute, layout, forward,
     for figures in (forward, backward):
         launches, _, values = figures.partition(" and ")
         assert f"{launches} collectives, {values} values per token counted; formula {figures}" in text
+
+
+def _figures(text, pass_):
+    (line,) = [line for line in text.splitlines() if f" {pass_}, a block" in line]
+    return re.search(r"([\d.]+) collectives, (\d+) values per token counted; formula ([\d.]+) and (\d+)", line).groups()
+
+
+def test_a_summary_of_a_pipeline_is_of_the_blocks_that_stand_there():
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 3}
+    text, *_ = run_processes(_summarised, 4, options)
+    assert _figures(text, "forward") == ("4", "72", "4", "72")
+    assert _figures(text, "backward") == ("4", "56", "4", "56")
+
+
+def test_a_summary_knows_in_which_dtype_a_statistic_travels():
+    dense = LowRankConfig(other_bottleneck_sizes={"q_proj": "dense"})
+    text, *_ = run_processes(
+        functools.partial(_summarised, {"tensor_parallel_size": 4}, "bf16-mixed", low_rank=dense), 4
+    )
+    for pass_ in ("forward", "backward"):
+        launches, values, *formula = _figures(text, pass_)
+        assert [launches, values] == formula

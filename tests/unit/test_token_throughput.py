@@ -201,6 +201,17 @@ def test_a_cpu_has_no_peak_but_what_is_given_and_its_memory_is_the_processs(monk
     assert 0.05 < metrics["peak_resident_gib"].item() < 100
 
 
+class _Tuples(_Rows):
+    def __getitem__(self, index):
+        return torch.arange(TOKENS), torch.arange(TOKENS)
+
+
+def test_a_batch_without_input_ids_is_an_error_at_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(f"{__name__}._Rows", _Tuples)
+    with pytest.raises(TypeError, match=r"'input_ids'; this batch \(list\) has none"):
+        _metrics(monkeypatch, tmp_path, _Module(_Clock()), TokenThroughput())
+
+
 def test_a_model_of_another_kind_is_told_of_in_one_sentence(monkeypatch, tmp_path, caplog):
     with caplog.at_level("INFO"):
         metrics = _metrics(monkeypatch, tmp_path, _Module(_Clock()), TokenThroughput(window=1, peak_flops=1e12))
@@ -217,7 +228,12 @@ def test_a_model_of_another_kind_is_told_of_in_one_sentence(monkeypatch, tmp_pat
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H200", 989e12),
         ("NVIDIA L40S", 362e12),
+        ("NVIDIA A800-SXM4-80GB", 312e12),
+        ("NVIDIA H800", 989e12),
+        ("NVIDIA H800 PCIe", 756e12),
         ("NVIDIA A10G", None),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
+        ("GRID A100-20C", None),
         ("Tesla V100-SXM2-16GB", None),
     ],
 )
@@ -231,7 +247,7 @@ def test_the_bubble_is_that_of_the_schedule():
     assert interleaved.bubble_share(8, 4) == pytest.approx(3 / 19)
 
 
-@pytest.mark.parametrize(("option", "value"), [("window", 0), ("peak_flops", 0.0)])
+@pytest.mark.parametrize(("option", "value"), [("window", 0), ("warmup_steps", -1), ("peak_flops", 0.0)])
 def test_wrong_options_are_refused(option, value):
     with pytest.raises(ValueError, match=rf"{option} \({value}\) must be"):
         TokenThroughput(**{option: value})
