@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lightning_boost import random_streams, recompute
+from lightning_boost import random_streams
 from lightning_boost.collectives import count_collectives
 from lightning_boost.mesh import DATA_AXIS
 from lightning_boost.model.cache import KeyValueCache
 from lightning_boost.model.llama import DecoderLayer
-from lightning_boost.recompute import RecomputeOptions
+from lightning_boost.recompute import RecomputeOptions, layers
 from lightning_boost.tensor_parallel.library import COMMUNICATING
 from tests.models import masked_batch, small_config
 from tests.processes import run_processes
@@ -128,7 +128,7 @@ def _forgotten(operator):
 
 
 def _other_masks():
-    recompute.checkpoint = partial(checkpoint, preserve_rng_state=False)
+    layers.checkpoint = partial(checkpoint, preserve_rng_state=False)
 
 
 def _counted_twice():
@@ -245,7 +245,7 @@ def _backward_twice(recompute):
 
 
 def test_a_second_backward_is_refused_where_shares_are_gone():
-    with pytest.raises(RuntimeError, match="backward may go once through a recomputed block"):
+    with pytest.raises(RuntimeError, match="backward goes twice through a block"):
         run_processes(_backward_twice, 2, SHARDED)
 
 

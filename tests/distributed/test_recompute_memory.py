@@ -9,11 +9,11 @@ from math import ceil
 import pytest
 import torch
 
+from lightning_boost.benchmark.live_memory import LiveMemory
 from lightning_boost.collectives import count_collectives
 from lightning_boost.cost import kept_values, second_run_traffic
 from lightning_boost.recompute import RecomputeOptions
 from lightning_boost.tensor_parallel.statistic import statistic_columns
-from tests.live_memory import LiveMemory
 from tests.models import masked_batch, small_config
 from tests.processes import run_processes
 from tests.recomputed import BLOCK, LOW_RANK, SHAPES, SHARDED, WITH_ATTENTION, recomputed_model

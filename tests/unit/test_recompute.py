@@ -6,12 +6,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 
-from lightning_boost import BoostParallelStrategy, recompute
+from lightning_boost import BoostParallelStrategy
 from lightning_boost.callbacks.low_rank_activation_checkpointing import LowRankActivationCheckpointing
 from lightning_boost.layout import find_decoder
-from lightning_boost.recompute import RecomputeOptions, _Policy, check_layers
+from lightning_boost.recompute import RecomputeOptions, check_layers, layers
+from lightning_boost.recompute.kept import Keeping
+from lightning_boost.recompute.layers import RecomputedForward
 from tests.models import meta_model, small_config
 from tests.users_module import UsersModule, loader, trainer_for
 
@@ -146,13 +147,12 @@ def test_attention_that_draws_is_run_again(dropout, is_kept):
     heads = torch.zeros(1, 1, 2, 4)
     operators = torch.ops.aten
     for keep_attention in (True, False):
-        policy = _Policy(frozenset(), frozenset(), keep_attention)
-        expected = CheckpointPolicy.MUST_SAVE if is_kept and keep_attention else CheckpointPolicy.PREFER_RECOMPUTE
+        keeping, expected = Keeping(frozenset(), frozenset(), keep_attention), is_kept and keep_attention
         flash = operators._scaled_dot_product_flash_attention.default
-        assert policy(None, flash, heads, heads, heads, dropout) is expected
-        assert policy(None, flash, heads, heads, heads, dropout_p=dropout) is expected
+        assert keeping.keeps(flash, (heads, heads, heads, dropout), {}) is expected
+        assert keeping.keeps(flash, (heads, heads, heads), {"dropout_p": dropout}) is expected
         efficient = operators._scaled_dot_product_efficient_attention.default
-        assert policy(None, efficient, heads, heads, heads, None, True, dropout) is expected
+        assert keeping.keeps(efficient, (heads, heads, heads, None, True, dropout), {}) is expected
 
 
 class _Layer(nn.Module):
@@ -163,8 +163,8 @@ class _Layer(nn.Module):
 def test_what_is_given_by_name_is_handed_to_checkpoint_as_well(monkeypatch):
     """It keeps the random numbers of the devices that it finds among what it is given by position."""
     layer, seen = _Layer(), []
-    layer.__class__ = recompute._recomputed(_Layer, noop_context_fn)
-    monkeypatch.setattr(recompute, "checkpoint", lambda run, *inputs, **_: seen.extend(inputs) or run(*inputs))
+    layer.forward = RecomputedForward(layer, None)
+    monkeypatch.setattr(layers, "checkpoint", lambda run, *inputs, **_: seen.extend(inputs) or run(*inputs))
     hidden, shift = torch.ones(2), torch.zeros(2)
     assert layer(hidden, shift=shift, scale=3.0).tolist() == [3.0, 3.0]
     assert layer(hidden=hidden, shift=shift, scale=3.0).tolist() == [3.0, 3.0]
