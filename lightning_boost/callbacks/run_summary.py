@@ -1,7 +1,7 @@
 """What a run was and what came of it, on one screen at its end."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from lightning_boost.config import LlamaConfig
 from lightning_boost.cost import CHUNKS, count_parameters, layer_traffic, second_run_traffic
 from lightning_boost.mesh import TENSOR_AXIS
 from lightning_boost.model.generation import generate
+from lightning_boost.model.llama import DecoderLayer
 from lightning_boost.recompute import RecomputeOptions
 from lightning_boost.tensor_parallel.statistic import statistic_columns
 from lightning_boost.tensor_parallel.verification import NormDifference, verify_norms
@@ -48,7 +49,7 @@ class RunSummary(Callback):
         self._losses: dict[str, float] = {}
         self._validated_at = 0
         self._log: CollectiveLog | None = None
-        self._tokens_of_step = 0
+        self._tokens_of_step = self._num_runs = 0
         self._norms: list[NormDifference] = []
 
     @override
@@ -66,6 +67,9 @@ class RunSummary(Callback):
         if self._log is None:
             self._tokens_of_step = batch["input_ids"].numel()
             self._log = self._watch.enter_context(count_collectives())
+            first, *_ = _own_layers(pl_module).values()
+            # micro-batches of a pipeline; what backward runs again calls forward alone
+            self._watch.callback(first.register_forward_hook(self._count_run).remove)
 
     @override
     def on_train_batch_end(
@@ -131,6 +135,9 @@ class RunSummary(Callback):
             # not in the table, which would break the line
             console.print(f"To try next:\n{command}", soft_wrap=True, highlight=False)
 
+    def _count_run(self, *_: Any) -> None:
+        self._num_runs += 1
+
     def _sample(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
         datamodule: Any = getattr(trainer, "datamodule", None)
         tokenizer = getattr(datamodule, "tokenizer", None)
@@ -153,7 +160,16 @@ class RunSummary(Callback):
         if size > 1 and self._log is not None:
             dtype = torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32
             columns = statistic_columns(dtype, size)
-            yield from _communication(self._log, config, recompute, self._tokens_of_step, size, columns)
+            axis = {"tensor_parallel_size": size, "statistic_columns": columns}
+            layers = list(_own_layers(pl_module))
+            counted = {pass_: _of_layers(self._log, pass_) for pass_ in ("forward", "backward")}
+            for pass_, (launches, values) in _formula(config, recompute, layers, axis).items():
+                yield (
+                    f"{pass_}, a block",
+                    f"{counted[pass_].launches / len(layers) / self._num_runs:g} collectives,"
+                    f" {counted[pass_].values / len(layers) / self._tokens_of_step:.0f} values per token counted;"
+                    f" formula {launches:g} and {values:.0f}",
+                )
         if self._norms:
             worst = max(self._norms, key=lambda norm: norm.max_absolute)
             yield (
@@ -196,24 +212,28 @@ def _short(path: str) -> str:
     return str(Path(path).relative_to(here)) if path and Path(path).is_relative_to(here) else path
 
 
-def _communication(
-    log: CollectiveLog, config: LlamaConfig, recompute: RecomputeOptions, tokens: int, size: int, columns: int
-) -> Iterator[Row]:
-    """Yield what a block's collectives were counted to move, beside the formula."""
-    layers = config.num_hidden_layers
-    axis = {"tensor_parallel_size": size, "statistic_columns": columns}
-    formulas: list[Mapping[tuple[str, str, str], float]] = [
-        layer_traffic(config, layer, **axis) for layer in range(layers)
-    ]
+def _own_layers(pl_module: LightningModule) -> dict[int, DecoderLayer]:
+    """Return the layers that stand on this process by index; on a pipeline those of its stages."""
+    named = {name: module for name, module in pl_module.named_modules() if isinstance(module, DecoderLayer)}
+    return {int(name.rpartition(".")[2]): layer for name, layer in named.items()}
+
+
+def _of_layers(log: CollectiveLog, pass_: str) -> Traffic:
+    return sum((log.total(chunk=chunk, pass_=pass_) for chunk in CHUNKS), Traffic())
+
+
+def _formula(
+    config: LlamaConfig, recompute: RecomputeOptions, layers: Sequence[int], axis: Mapping[str, int]
+) -> dict[str, tuple[float, float]]:
+    """Return by pass the collectives of one of the layers on average, and the values that it hands in for a token."""
+    formulas: list[Mapping[tuple[str, str, str], float]] = [layer_traffic(config, layer, **axis) for layer in layers]
     formulas += [
         second_run_traffic(config, layer, recompute=recompute.kind, store_latents=recompute.store_latents, **axis)
-        for layer in recompute.choose(layers)
+        for layer in recompute.choose(config.num_hidden_layers)
+        if layer in layers
     ]
+    found = {}
     for pass_ in ("forward", "backward"):
-        counted = sum((log.total(chunk=chunk, pass_=pass_) for chunk in CHUNKS), Traffic())
-        expected = [values for formula in formulas for key, values in formula.items() if key[2] == pass_]
-        yield (
-            f"{pass_}, a block",
-            f"{counted.launches / layers:g} collectives, {counted.values / layers / tokens:.0f} values per token"
-            f" counted; formula {len(expected) / layers:g} and {sum(expected) / layers:.0f}",
-        )
+        values = [values for formula in formulas for key, values in formula.items() if key[2] == pass_]
+        found[pass_] = len(values) / len(layers), sum(values) / len(layers)
+    return found

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import dropout
 
 from lightning_boost import BoostParallelStrategy, LlamaConfig, LowRankLanguageModel
@@ -14,7 +15,7 @@ from lightning_boost.callbacks.online_rms_norm_verifier import OnlineRMSNormVeri
 from lightning_boost.callbacks.run_summary import RunSummary
 from tests.models import whole
 from tests.processes import run_processes
-from tests.users_module import UsersModule, loader, trainer_for
+from tests.users_module import VOCAB, UsersModule, _Decoder, _Layer, loader, trainer_for
 
 
 class _Dropping(UsersModule):
@@ -24,6 +25,28 @@ class _Dropping(UsersModule):
         super().__init__()
         for layer in self.net.model.layers:
             layer.mlp.register_forward_hook(lambda module, _, output: dropout(output, 0.2, module.training))
+
+
+class _NamedLayer(_Layer):
+    def forward(self, *, hidden, scale):
+        return super().forward(hidden) * scale, None
+
+
+class _NamedDecoder(_Decoder):
+    def forward(self, input_ids):
+        hidden = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            hidden, _ = layer(hidden=hidden, scale=input_ids.float().mean() / VOCAB)
+        return self.norm(hidden)
+
+
+class _Named(UsersModule):
+    """Its layers are given everything by name, and return the hidden state in a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.model = _NamedDecoder()
+        self.net.model.layers = nn.ModuleList([_NamedLayer(), _NamedLayer()])
 
 
 def _language_model():
@@ -40,7 +63,7 @@ def _language_model():
     )
 
 
-def _run(make_module, options, recompute, folder):
+def _run(make_module, options, recompute, folder, precision):
     """Train, save, and go on in another Trainer; return the weights, and what is drawn behind it all.
 
     A ``recompute`` that is no name is the options of the callback, which stands in for the strategy's.
@@ -57,6 +80,7 @@ def _run(make_module, options, recompute, folder):
             max_epochs=max_epochs,
             accumulate_grad_batches=2,
             gradient_clip_val=0.5,
+            precision=precision,
         )
         trainer.fit(module, loader(), val_dataloaders=loader(1), ckpt_path=resumed)
         trainer.save_checkpoint(path)
@@ -67,20 +91,25 @@ def _run(make_module, options, recompute, folder):
 
 
 @pytest.mark.parametrize(
-    ("make_module", "processes", "options", "recompute"),
+    ("make_module", "processes", "options", "recompute", "precision"),
     [
-        (_Dropping, 1, {}, "low_rank"),
-        (_Dropping, 2, {"tensor_parallel_size": 2}, "block"),
-        (_Dropping, 4, {"tensor_parallel_size": 2, "data_axis": "shard"}, "low_rank"),
-        (_language_model, 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "low_rank"),
-        (_Dropping, 2, {"tensor_parallel_size": 2}, {"store_latents": "sharded"}),
-        (_language_model, 2, {"tensor_parallel_size": 2}, {"every": 0.5, "store_latents": "sharded"}),
+        (_Dropping, 1, {}, "low_rank", "32-true"),
+        (_Dropping, 2, {"tensor_parallel_size": 2}, "block", "32-true"),
+        (_Dropping, 4, {"tensor_parallel_size": 2, "data_axis": "shard"}, "low_rank", "32-true"),
+        (_language_model, 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "low_rank", "32-true"),
+        (_Dropping, 2, {"tensor_parallel_size": 2}, {"store_latents": "sharded"}, "32-true"),
+        (_language_model, 2, {"tensor_parallel_size": 2}, {"every": 0.5, "store_latents": "sharded"}, "32-true"),
+        (_Named, 1, {}, "low_rank", "32-true"),
+        (_Named, 2, {"tensor_parallel_size": 2}, {"store_latents": "sharded"}, "32-true"),
+        (_Named, 1, {}, "block", "bf16-mixed"),
+        (_Dropping, 1, {}, "low_rank", "bf16-mixed"),
+        (_Dropping, 2, {"tensor_parallel_size": 2}, {"store_latents": "sharded"}, "bf16-mixed"),
     ],
 )
-def test_a_run_ends_with_the_same_weights(make_module, processes, options, recompute, tmp_path):
-    plain = run_processes(_run, processes, make_module, options, "none", tmp_path)
+def test_a_run_ends_with_the_same_weights(make_module, processes, options, recompute, precision, tmp_path):
+    plain = run_processes(_run, processes, make_module, options, "none", tmp_path, precision)
     for (weights, drawn), (others, other_drawn) in zip(
-        plain, run_processes(_run, processes, make_module, options, recompute, tmp_path), strict=True
+        plain, run_processes(_run, processes, make_module, options, recompute, tmp_path, precision), strict=True
     ):
         assert drawn == other_drawn
         assert weights.keys() == others.keys()
@@ -135,18 +164,18 @@ def test_a_second_trainer_must_want_the_same(first, second, message):
         run_processes(_with_other_options, 2, first, second)
 
 
-def _summarised(recompute):
+def _summarised(options):
     os.environ["COLUMNS"] = "160"
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         trainer_for(
-            strategy=BoostParallelStrategy(2, **recompute), callbacks=[RunSummary(sample_tokens=0)], max_steps=1
+            strategy=BoostParallelStrategy(2, **options), callbacks=[RunSummary(sample_tokens=0)], max_steps=1
         ).fit(_language_model(), loader())
     return output.getvalue()
 
 
 @pytest.mark.parametrize(
-    ("recompute", "layout", "forward", "backward"),
+    ("options", "layout", "forward", "backward"),
     [
         ({}, "tensor 2 ", "4 and 72", "4 and 56"),
         (
@@ -161,13 +190,22 @@ def _summarised(recompute):
             "4 and 72",
             "8 and 84",
         ),
+        (
+            {"recompute": "block", "recompute_every": 2, "pipeline_parallel_size": 2, "num_microbatches": 3},
+            "tensor 2 × pipeline 2; recompute block in every 2. block ",
+            "8 and 144",
+            "4 and 56",
+        ),
     ],
 )
-def test_a_summary_names_recompute_and_what_it_moves(recompute, layout, forward, backward):
-    """With R 8 and two blocks: 7R backward, 8 more values for each norm forward, and half of 7R to gather."""
-    text, other = run_processes(_summarised, 2, recompute)
+def test_a_summary_names_recompute_and_what_it_moves(options, layout, forward, backward):
+    """With R 8 and two blocks: 7R backward, 8 more values for each norm forward, and half of 7R to gather.
+
+    A pipeline's process 0 counts its own block, here the one that is recomputed.
+    """
+    text, *others = run_processes(_summarised, 2 * options.get("pipeline_parallel_size", 1), options)
     assert f" {layout}" in text
-    assert other == ""
+    assert not any(others)
     for figures in (forward, backward):
         launches, _, values = figures.partition(" and ")
         assert f"{launches} collectives, {values} values per token counted; formula {figures}" in text
