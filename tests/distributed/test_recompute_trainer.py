@@ -191,8 +191,8 @@ def _summarised(options):
             "8 and 84",
         ),
         (
-            {"recompute": "block", "recompute_every": 2, "pipeline_parallel_size": 2, "num_microbatches": 3},
-            "tensor 2 × pipeline 2; recompute block in every 2. block ",
+            {"recompute": "block", "pipeline_parallel_size": 2, "num_microbatches": 3},
+            "tensor 2 × pipeline 2; recompute block in every block ",
             "8 and 144",
             "4 and 56",
         ),
@@ -201,7 +201,7 @@ def _summarised(options):
 def test_a_summary_names_recompute_and_what_it_moves(options, layout, forward, backward):
     """With R 8 and two blocks: 7R backward, 8 more values for each norm forward, and half of 7R to gather.
 
-    A pipeline's process 0 counts its own block, here the one that is recomputed.
+    On a pipeline process 0 counts its own one of the blocks.
     """
     text, *others = run_processes(_summarised, 2 * options.get("pipeline_parallel_size", 1), options)
     assert f" {layout}" in text

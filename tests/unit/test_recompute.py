@@ -341,6 +341,8 @@ def test_what_is_compiled_later_is_refused_or_leaves_its_layers_as_they_are():
     layer.forward = RecomputedForward(layer, KEEPING)
     torch.compile(nn.Sequential(layer), backend="eager")(hidden).sum().backward()
     assert torch.equal(layer.factor_a.weight.grad, expected)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a layer that is recomputed must not be compiled"):
+        torch.compile(lambda hidden: layer(hidden), backend="eager", fullgraph=True)(hidden)
     layer.compile(backend="eager")
     with pytest.raises(ValueError, match="_InPlace must not be compiled with recompute"):
         layer(hidden)
