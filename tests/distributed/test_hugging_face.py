@@ -19,13 +19,13 @@ from transformers import (
 )
 
 from lightning_boost import BoostParallelStrategy, LowRankLinear
+from lightning_boost.benchmark.live_memory import LiveMemory
 from lightning_boost.collectives import count_collectives
 from lightning_boost.cost import CHUNKS
 from lightning_boost.layout import find_decoder
 from lightning_boost.mesh import ParallelSizes, build_mesh
 from lightning_boost.parallelize import parallelize
 from lightning_boost.recompute import RecomputeOptions
-from tests.live_memory import LiveMemory
 from tests.models import CPU, masked_batch, whole
 from tests.processes import run_processes
 from tests.users_module import trainer_for

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lightning_boost import random_streams, recompute
+from lightning_boost import random_streams
 from lightning_boost.collectives import count_collectives
 from lightning_boost.mesh import DATA_AXIS
 from lightning_boost.model.cache import KeyValueCache
 from lightning_boost.model.llama import DecoderLayer
-from lightning_boost.recompute import RecomputeOptions
+from lightning_boost.recompute import RecomputeOptions, layers
 from lightning_boost.tensor_parallel.library import COMMUNICATING
 from tests.models import masked_batch, small_config
 from tests.processes import run_processes
@@ -128,7 +128,7 @@ def _forgotten(operator):
 
 
 def _other_masks():
-    recompute.checkpoint = partial(checkpoint, preserve_rng_state=False)
+    layers.checkpoint = partial(checkpoint, preserve_rng_state=False)
 
 
 def _counted_twice():
@@ -245,20 +245,63 @@ def _backward_twice(recompute):
 
 
 def test_a_second_backward_is_refused_where_shares_are_gone():
-    with pytest.raises(RuntimeError, match="backward may go once through a recomputed block"):
+    with pytest.raises(RuntimeError, match="backward goes twice through a block"):
         run_processes(_backward_twice, 2, SHARDED)
 
 
 def _twice_under_autocast(size, recompute):
-    """A weight that autocast has cast for the first call is found cast in the second call's first run only."""
-    model, _ = recomputed_model(small_config(), recompute, tensor=size)
-    batch = masked_batch(131)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(**batch) + model(**batch)
-    loss.backward()
-    return all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    """Return what is unequal of two calls' gradients, beside a model whose weights are cast for each call too.
+
+    A weight that autocast has cast for the first call is found cast in the second call's first run only.
+    """
+    batch, gradients = masked_batch(131), []
+    for options, is_cached in ((RecomputeOptions(), False), (recompute, True)):
+        model, _ = recomputed_model(small_config(), options, tensor=size)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=is_cached):
+            loss = model(**batch) + model(**batch)
+        loss.backward()
+        gradients.append({name: _own(parameter) for name, parameter in model.named_parameters()})
+    return _unequal(*gradients)
 
 
-@pytest.mark.parametrize(("size", "recompute"), [(1, LOW_RANK), (2, LOW_RANK), (2, SHARDED)])
+@pytest.mark.parametrize(("size", "recompute"), [(1, LOW_RANK), (1, BLOCK), (2, LOW_RANK), (2, SHARDED)])
 def test_a_model_may_be_called_twice_under_autocast(size, recompute):
-    assert all(run_processes(_twice_under_autocast, size, size, recompute))
+    assert not any(run_processes(_twice_under_autocast, size, size, recompute))
+
+
+def _stepped_before_backward(recompute, layout):
+    """Step the layers between two backwards; return the error of the second."""
+    model, _ = recomputed_model(small_config(), recompute, **layout)
+    optimizer = torch.optim.AdamW(model.model.layers.parameters())
+    losses = [model(**masked_batch(131)) for _ in range(2)]
+    losses[0].backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError) as error:
+        losses[1].backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("recompute", [LOW_RANK, SHARDED, BLOCK])
+def test_weights_that_were_stepped_before_backward_are_refused(recompute):
+    """On all processes, before any of them gathers."""
+    for message in run_processes(_stepped_before_backward, 2, recompute, {"tensor": 2}):
+        assert "of a DecoderLayer was changed between forward and backward" in message
+
+
+def _changed_in_place(recompute):
+    """Double what the MLP gives, which with kind full_rank a collective has summed; return what is unequal."""
+    gradients = []
+    for options in (RecomputeOptions(), recompute):
+        model, _ = recomputed_model(small_config(low_rank={"kind": "full_rank"}), options, tensor=2)
+        for layer in model.model.layers:
+            layer.mlp.register_forward_hook(lambda _, __, output: output.mul_(2))
+        model(**masked_batch(131)).backward()
+        gradients.append({name: _own(parameter) for name, parameter in model.named_parameters()})
+    return _unequal(*gradients)
+
+
+def test_what_a_collective_gave_may_be_changed_in_place_only_where_it_is_not_kept():
+    for recompute in (SHARDED, BLOCK):
+        assert not any(run_processes(_changed_in_place, 2, recompute))
+    with pytest.raises(RuntimeError, match="must not change in place what recompute 'low_rank' keeps"):
+        run_processes(_changed_in_place, 2, LOW_RANK)

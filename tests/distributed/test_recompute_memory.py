@@ -7,9 +7,9 @@ from math import ceil
 
 import pytest
 
+from lightning_boost.benchmark.live_memory import LiveMemory
 from lightning_boost.cost import kept_values
 from lightning_boost.recompute import RecomputeOptions
-from tests.live_memory import LiveMemory
 from tests.models import masked_batch, small_config
 from tests.processes import run_processes
 from tests.recomputed import BLOCK, LOW_RANK, SHARDED, WITH_ATTENTION, recomputed_model

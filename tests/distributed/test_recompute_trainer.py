@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import dropout
 
 from lightning_boost import BoostParallelStrategy, LlamaConfig, LowRankConfig, LowRankLanguageModel
@@ -16,7 +17,7 @@ from lightning_boost.callbacks.online_rms_norm_verifier import OnlineRMSNormVeri
 from lightning_boost.callbacks.run_summary import RunSummary
 from tests.models import whole
 from tests.processes import run_processes
-from tests.users_module import UsersModule, loader, trainer_for
+from tests.users_module import VOCAB, UsersModule, _Decoder, _Layer, loader, trainer_for
 
 
 class _Dropping(UsersModule):
@@ -26,6 +27,28 @@ class _Dropping(UsersModule):
         super().__init__()
         for layer in self.net.model.layers:
             layer.mlp.register_forward_hook(lambda module, _, output: dropout(output, 0.2, module.training))
+
+
+class _NamedLayer(_Layer):
+    def forward(self, *, hidden, scale):
+        return super().forward(hidden) * scale, None
+
+
+class _NamedDecoder(_Decoder):
+    def forward(self, input_ids):
+        hidden = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            hidden, _ = layer(hidden=hidden, scale=input_ids.float().mean() / VOCAB)
+        return self.norm(hidden)
+
+
+class _Named(UsersModule):
+    """Its layers are given everything by name, and return the hidden state in a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.model = _NamedDecoder()
+        self.net.model.layers = nn.ModuleList([_NamedLayer(), _NamedLayer()])
 
 
 def _language_model(**changes):
@@ -43,7 +66,7 @@ def _language_model(**changes):
     )
 
 
-def _run(make_module, options, recompute, folder):
+def _run(make_module, options, recompute, folder, precision):
     """Train, save, and go on in another Trainer; return the weights, and what is drawn behind it all.
 
     A ``recompute`` that is no name is the options of the callback, which stands in for the strategy's.
@@ -60,30 +83,36 @@ def _run(make_module, options, recompute, folder):
             max_epochs=max_epochs,
             accumulate_grad_batches=2,
             gradient_clip_val=0.5,
+            precision=precision,
         )
         trainer.fit(module, loader(), val_dataloaders=loader(1), ckpt_path=resumed)
         trainer.save_checkpoint(path)
-        names = {type(each).__name__ for each in module.modules()}
-        assert any("Recomputed" in name for name in names) == (recompute != "none")
+        is_recomputed = any("forward" in vars(each) for each in module.modules())
+        assert is_recomputed == (recompute != "none")
     drawn = torch.rand(1).item()
     return {name: whole(parameter).numpy() for name, parameter in module.named_parameters()}, drawn
 
 
 @pytest.mark.parametrize(
-    ("make_module", "processes", "options", "recompute"),
+    ("make_module", "processes", "options", "recompute", "precision"),
     [
-        (_Dropping, 1, {}, "low_rank"),
-        (_Dropping, 2, {"tensor_parallel_size": 2}, "block"),
-        (_Dropping, 4, {"tensor_parallel_size": 2, "data_axis": "shard"}, "low_rank"),
-        (_language_model, 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "low_rank"),
-        (_Dropping, 2, {"tensor_parallel_size": 2}, {"store_latents": "sharded"}),
-        (_language_model, 2, {"tensor_parallel_size": 2}, {"every": 0.5, "store_latents": "sharded"}),
+        (_Dropping, 1, {}, "low_rank", "32-true"),
+        (_Dropping, 2, {"tensor_parallel_size": 2}, "block", "32-true"),
+        (_Dropping, 4, {"tensor_parallel_size": 2, "data_axis": "shard"}, "low_rank", "32-true"),
+        (_language_model, 4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "low_rank", "32-true"),
+        (_Dropping, 2, {"tensor_parallel_size": 2}, {"store_latents": "sharded"}, "32-true"),
+        (_language_model, 2, {"tensor_parallel_size": 2}, {"every": 0.5, "store_latents": "sharded"}, "32-true"),
+        (_Named, 1, {}, "low_rank", "32-true"),
+        (_Named, 2, {"tensor_parallel_size": 2}, {"store_latents": "sharded"}, "32-true"),
+        (_Named, 1, {}, "block", "bf16-mixed"),
+        (_Dropping, 1, {}, "low_rank", "bf16-mixed"),
+        (_Dropping, 2, {"tensor_parallel_size": 2}, {"store_latents": "sharded"}, "bf16-mixed"),
     ],
 )
-def test_a_run_ends_with_the_same_weights(make_module, processes, options, recompute, tmp_path):
-    plain = run_processes(_run, processes, make_module, options, "none", tmp_path)
+def test_a_run_ends_with_the_same_weights(make_module, processes, options, recompute, precision, tmp_path):
+    plain = run_processes(_run, processes, make_module, options, "none", tmp_path, precision)
     for (weights, drawn), (others, other_drawn) in zip(
-        plain, run_processes(_run, processes, make_module, options, recompute, tmp_path), strict=True
+        plain, run_processes(_run, processes, make_module, options, recompute, tmp_path, precision), strict=True
     ):
         assert drawn == other_drawn
         assert weights.keys() == others.keys()
@@ -152,7 +181,7 @@ def _summarised(options, precision="32-true", **changes):
 
 
 @pytest.mark.parametrize(
-    ("recompute", "layout", "forward", "backward"),
+    ("options", "layout", "forward", "backward"),
     [
         ({}, "tensor 2 ", "4 and 72", "4 and 56"),
         (
@@ -167,13 +196,22 @@ def _summarised(options, precision="32-true", **changes):
             "4 and 72",
             "8 and 84",
         ),
+        (
+            {"recompute": "block", "pipeline_parallel_size": 2, "num_microbatches": 3},
+            "tensor 2 × pipeline 2; recompute block in every block ",
+            "8 and 144",
+            "4 and 56",
+        ),
     ],
 )
-def test_a_summary_names_recompute_and_what_it_moves(recompute, layout, forward, backward):
-    """With R 8 and two blocks: 7R backward, 8 more values for each norm forward, and half of 7R to gather."""
-    text, other = run_processes(_summarised, 2, recompute)
+def test_a_summary_names_recompute_and_what_it_moves(options, layout, forward, backward):
+    """With R 8 and two blocks: 7R backward, 8 more values for each norm forward, and half of 7R to gather.
+
+    On a pipeline process 0 counts its own one of the blocks.
+    """
+    text, *others = run_processes(_summarised, 2 * options.get("pipeline_parallel_size", 1), options)
     assert f" {layout}" in text
-    assert other == ""
+    assert not any(others)
     for figures in (forward, backward):
         launches, _, values = figures.partition(" and ")
         assert f"{launches} collectives, {values} values per token counted; formula {figures}" in text
