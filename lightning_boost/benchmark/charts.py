@@ -68,7 +68,7 @@ def draw_bars(bars: Bars, path: Path) -> None:
         places = [place + (index - (len(names) - 1) / 2) * width for place in range(len(bars.groups))]
         values = [group.get(name, 0.0) for group in bars.groups.values()]
         drawn = axes.bar(places, values, width * 0.92, label=name)
-        axes.bar_label(drawn, [f"{value:.3g}" for value in values], fontsize=8)
+        axes.bar_label(drawn, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values], fontsize=8)
     axes.set_xticks(range(len(bars.groups)), list(bars.groups))
     axes.set_ylabel(bars.unit)
     axes.set_title(re.sub(r": ", ":\n", bars.title, count=1), fontsize=9)

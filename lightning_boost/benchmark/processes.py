@@ -1,6 +1,7 @@
 """A few processes that run one function together: started here, or by torchrun."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -87,6 +88,10 @@ def _run_one(
     if index == 0:
         torch.save(found, result)
     dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    # the result is there: where Python takes torch's threads down with it, that ends in an abort now and then
+    os._exit(0)
 
 
 def _run_under_torchrun(
