@@ -111,7 +111,7 @@ class LlamaModel(nn.Module):
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else cache.layers[index]
             if self.has_crossing:
-                hidden, latents = layer(hidden, rotary, mask, layer_cache, latents)
+                hidden, latents = layer(hidden, rotary, mask, layer_cache, latents=latents)
             else:
                 hidden = layer(hidden, rotary, mask, layer_cache)
         normalized: Tensor = self.norm(hidden)
