@@ -12,8 +12,12 @@ from typing import Any, Literal
 IGNORED_LABEL = -100
 """Label of a position that no loss is taken at, as in torch and Hugging Face."""
 
-LowRankKind = Literal["full_rank", "svd", "cola"]
-KINDS = ("full_rank", "svd", "cola")
+LowRankKind = Literal["full_rank", "svd", "cola", "lax"]
+KINDS = ("full_rank", "svd", "cola", "lax")
+PairKind = Literal["svd", "cola"]
+PAIR_KINDS = ("svd", "cola")
+GateKind = Literal["identity", "linear", "tensor"]
+GATES = ("identity", "linear", "tensor")
 
 DENSE: Literal["dense"] = "dense"
 """In the place of a bottleneck size: the projection is one matrix."""
@@ -33,7 +37,8 @@ class LowRankConfig:
     """
 
     kind: LowRankKind = "cola"
-    """``full_rank``: dense matrices; ``svd``: nothing between the factors; ``cola``: SiLU on the latent."""
+    """``full_rank``: dense matrices; ``svd``: nothing between the factors; ``cola``: SiLU on the latent;
+    ``lax``: either of the last two, with latents that receive those of the layer before."""
 
     bottleneck_size: int | None = None
     """Width ``R`` of every pair; ``None`` takes a quarter of ``hidden_size``, CoLA's usual choice."""
@@ -52,9 +57,19 @@ class LowRankConfig:
     """Whether the MLP keeps LLaMA's ``SiLU(gate) * up``. ``None``: kept, but dropped by ``cola``. Of CoLA's published
     models those of 60M and 130M keep it, larger ones do not."""
 
+    crossing_base: PairKind = "cola"
+    """``lax``: whether SiLU stands on the latent, as in ``cola``, or nothing, as in ``svd``."""
+
+    crossing_gate: GateKind = "tensor"
+    """``lax``: what the latent of the layer before goes through: nothing, a linear, or two small matrices."""
+
+    crossing_projections: list[str] = field(default_factory=lambda: list(PROJECTIONS))
+    """``lax``: which projections' latents cross from layer to layer."""
+
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"low_rank.kind ({self.kind!r}) must be one of {', '.join(map(repr, KINDS))}.")
+        self._check_crossing()
         named = {name: getattr(self, f"{name}bottleneck_size") for name in ("", "attention_", "mlp_")}
         sizes = {f"{name}bottleneck_size": size for name, size in named.items() if size is not None}
         for place, size in self.other_bottleneck_sizes.items():
@@ -71,15 +86,42 @@ class LowRankConfig:
                     f"low_rank.{name} ({size}) must be at least 1; leave it out to take a quarter of hidden_size."
                 )
 
+    def _check_crossing(self) -> None:
+        options = {"crossing_base": PAIR_KINDS, "crossing_gate": GATES}
+        for name, known in options.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"low_rank.{name} ({getattr(self, name)!r}) must be one of {', '.join(map(repr, known))}."
+                )
+        unknown = [name for name in self.crossing_projections if name not in PROJECTIONS]
+        if unknown or not self.crossing_projections:
+            raise ValueError(
+                f"low_rank.crossing_projections ({self.crossing_projections}) must name at least one of"
+                f" {', '.join(PROJECTIONS)}, and nothing else; leave it out to let all of them cross."
+            )
+        for name in (*options, "crossing_projections"):
+            entry = next(entry for entry in fields(self) if entry.name == name)
+            default = entry.default_factory() if callable(entry.default_factory) else entry.default
+            if self.kind != "lax" and getattr(self, name) != default:
+                raise ValueError(
+                    f"low_rank.{name} ({getattr(self, name)!r}) means nothing with kind {self.kind!r}, whose latents do"
+                    " not cross. Leave it out, or set kind to 'lax'."
+                )
+
+    @property
+    def pair_kind(self) -> LowRankKind:
+        """The kind without what crosses."""
+        return self.crossing_base if self.kind == "lax" else self.kind
+
     @property
     def latent_activation(self) -> str | None:
         """Name of σ, or ``None`` where nothing stands between the factors."""
-        return "silu" if self.kind == "cola" else None
+        return "silu" if self.pair_kind == "cola" else None
 
     @property
     def has_outer_activation(self) -> bool:
         """Whether the MLP applies SiLU to the gate projection's output."""
-        return self.kind != "cola" if self.keep_outer_activation is None else self.keep_outer_activation
+        return self.pair_kind != "cola" if self.keep_outer_activation is None else self.keep_outer_activation
 
     def given_size(self, layer: int, projection: str) -> int | Literal["dense"] | None:
         """Return what is said of a projection, the most precise word of all; ``None`` if nothing is."""
@@ -242,6 +284,18 @@ class LlamaConfig:
                     f"low_rank.other_bottleneck_sizes names {place!r}, and the last layer is"
                     f" layers.{self.num_hidden_layers - 1}."
                 )
+        self._check_crossing_sizes()
+
+    def _check_crossing_sizes(self) -> None:
+        for layer in range(self.num_hidden_layers):
+            for projection, (before, here) in self.crossing_sizes(layer).items():
+                if before != here and self.low_rank.crossing_gate != "linear":
+                    raise ValueError(
+                        f"low_rank.bottleneck_size ({here}) of layers.{layer}.{projection} must be that of layer"
+                        f" {layer - 1} ({before}) with crossing_gate {self.low_rank.crossing_gate!r}, which keeps a"
+                        " latent's width. Give both one size, set crossing_gate to 'linear', which changes it, or leave"
+                        " the projection out of crossing_projections."
+                    )
 
     def projection_shapes(self) -> dict[str, tuple[int, int]]:
         """Return the input and output features of each projection of a layer."""
@@ -263,6 +317,19 @@ class LlamaConfig:
         if self.low_rank.kind == "full_rank" or given == DENSE:
             return None
         return given if isinstance(given, int) else min(self._default_size, *self.projection_shapes()[projection])
+
+    def crossing_sizes(self, layer: int) -> dict[str, tuple[int, int]]:
+        """Return of each projection whose latent receives that of the layer before the width of both, in order.
+
+        There is none in the first layer, and none where the projection is dense here or in the layer before.
+        """
+        names = self.low_rank.crossing_projections if self.low_rank.kind == "lax" and layer > 0 else []
+        sizes = {}
+        for name in filter(names.__contains__, PROJECTIONS):
+            before, here = (self.bottleneck_size_of(index, name) for index in (layer - 1, layer))
+            if before is not None and here is not None:
+                sizes[name] = before, here
+        return sizes
 
     @property
     def _default_size(self) -> int:
@@ -296,11 +363,14 @@ def structure(config: LlamaConfig) -> dict[str, Any]:
     found = {name: value for name, value in {**said, **resolved}.items() if name not in (*TRAINING_OPTIONS, "low_rank")}
     found["low_rank.latent_activation"] = low_rank.latent_activation
     found["low_rank.keep_outer_activation"] = low_rank.has_outer_activation
+    crosses = [bool(config.crossing_sizes(layer)) for layer in range(config.num_hidden_layers)]
+    found["low_rank.crossing_gate"] = low_rank.crossing_gate if any(crosses) else None
     for layer in range(config.num_hidden_layers):
         for name in PROJECTIONS:
             found[f"low_rank.bottleneck_size of layers.{layer}.{name}"] = (
                 config.bottleneck_size_of(layer, name) or DENSE
             )
+            found[f"low_rank.crossing of layers.{layer}.{name}"] = name in config.crossing_sizes(layer)
     return found
 
 

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from torch import nn
 
+from lightning_boost.model.crossing import Crossing
 from lightning_boost.model.factor_pair import JOINED, JoinedPair, out_features
 from lightning_boost.model.loss import NextTokenLoss
 
@@ -186,6 +187,10 @@ class Decoder:
         if heads is None:
             heads, key_value = self._heads_from_attention()
         return heads, key_value or heads
+
+    def crossings(self, layer: nn.Module) -> dict[str, Crossing]:
+        """Return where latents of the layer before come into a layer of this package's own model, by name in it."""
+        return {name: module for name, module in layer.named_modules() if isinstance(module, Crossing)}
 
     def attention(self, layer: nn.Module) -> nn.Module:
         """Return the module of a layer that holds the projections of the first group."""

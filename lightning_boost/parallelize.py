@@ -64,10 +64,11 @@ def parallelize(
     width = table.hidden_width(decoder, tensor_mesh.size())
     plan = plan_stages(decoder, mesh[PIPELINE_AXIS].size(), mesh[PIPELINE_AXIS].get_local_rank(), options)
     materialize(root, tensor_mesh, placements, device=device, seed=seed, absent=plan.absent_parts(decoder))
-    if is_split:
-        table.swap(decoder, register_group(tensor_mesh.get_group()))
+    group = register_group(tensor_mesh.get_group()) if is_split else None
+    if group is not None:
+        table.swap(decoder, group)
     recompute_layers(decoder, recompute or RecomputeOptions(), COMMUNICATING, REPLICATED)
-    stages = cut_to_stages(decoder, plan, width) if is_piped else []
+    stages = cut_to_stages(decoder, plan, width, group) if is_piped else []
     if is_piped:
         mark_as_parts(root.parameters())
     if mesh.size() > 1:

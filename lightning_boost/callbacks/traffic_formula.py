@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_boost.config import LlamaConfig
 from lightning_boost.cost import Move, TensorAxis, Volume, add_up, end_moves, layer_moves
 from lightning_boost.mesh import TENSOR_AXIS
-from lightning_boost.model.llama import DecoderLayer, LlamaForCausalLM, find_llama
+from lightning_boost.model.llama import CrossingDecoderLayer, DecoderLayer, LlamaForCausalLM, find_llama
 from lightning_boost.pipeline_parallel.places import Absent, AbsentEmbedding
 from lightning_boost.pipeline_parallel.schedule import find_pipeline
 from lightning_boost.recompute import RecomputeOptions
@@ -159,6 +159,10 @@ def _why_missing(model: LlamaForCausalLM | None, trainer: Trainer) -> str | None
 
 def part_of(model: LlamaForCausalLM) -> tuple[list[int], bool, bool]:
     """Return the layers that stand here, and whether embedding and head do."""
-    layers = [index for index, layer in enumerate(model.model.layers) if isinstance(layer, DecoderLayer)]
+    layers = [
+        index
+        for index, layer in enumerate(model.model.layers)
+        if isinstance(layer, DecoderLayer | CrossingDecoderLayer)
+    ]
     has_embedding = not isinstance(model.model.embed_tokens, AbsentEmbedding)
     return layers, has_embedding, not isinstance(model.model.norm, Absent)

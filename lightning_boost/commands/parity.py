@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from lightning_boost.config import LlamaConfig, LowRankConfig, LowRankKind, RopeScaling
+from lightning_boost.config import GateKind, LlamaConfig, LowRankConfig, LowRankKind, PairKind, RopeScaling
 from lightning_boost.data_parallel import DataAxis
 from lightning_boost.parity import SEQUENCE_LENGTH, ParityReport, check_parity
 from lightning_boost.pipeline_parallel.options import Schedule
@@ -100,6 +100,8 @@ def parity(
     precision: Literal["32-true", "bf16-true"] = "32-true",
     steps: int = 3,
     keep_outer_activation: bool | None = None,
+    crossing_base: PairKind = "cola",
+    crossing_gate: GateKind = "tensor",
     matrix: bool = False,
     json: bool = False,
 ) -> int:
@@ -121,6 +123,8 @@ def parity(
         precision: Lightning's name.
         steps: Optimizer steps.
         keep_outer_activation: Whether the MLP keeps SiLU on its gate; none: as the kind does.
+        crossing_base: With kind ``lax``, what stands on a latent.
+        crossing_gate: With kind ``lax``, the gate; shape ``uneven`` takes ``linear``, the one that changes widths.
         matrix: Whether to go through all shapes and layouts of up to four processes, and print a table.
         json: Whether the last line of standard output is one JSON object, and all else goes to standard error.
     """
@@ -128,7 +132,13 @@ def parity(
         return _matrix(kind, precision, steps, json, scheme)
     with contextlib.redirect_stdout(sys.stderr):
         report = check_parity(
-            model_config(kind, shape, keep_outer_activation),
+            model_config(
+                kind,
+                shape,
+                keep_outer_activation=keep_outer_activation,
+                crossing_base=crossing_base,
+                crossing_gate=crossing_gate,
+            ),
             tensor_parallel_size=tensor_parallel_size,
             data_parallel_size=data_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
@@ -154,11 +164,21 @@ def parity(
     return 0 if report.passed else 1
 
 
-def model_config(kind: LowRankKind, shape: str, keep_outer_activation: bool | None = None) -> LlamaConfig:
+def model_config(
+    kind: LowRankKind,
+    shape: str,
+    *,
+    keep_outer_activation: bool | None = None,
+    crossing_base: PairKind = "cola",
+    crossing_gate: GateKind = "tensor",
+) -> LlamaConfig:
     """Return the model of a cell of the matrix: three layers with odd sizes."""
     options = dict(SHAPES[shape])
     pairs = {name: options.pop(name) for name in list(options) if "bottleneck_size" in name}
     low_rank = {"kind": kind, "bottleneck_size": 15, "keep_outer_activation": keep_outer_activation, **pairs}
+    if kind == "lax":
+        # the only gate between latents of different widths
+        low_rank |= {"crossing_base": crossing_base, "crossing_gate": "linear" if shape == "uneven" else crossing_gate}
     sizes: dict[str, Any] = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 173, "num_hidden_layers": 3}
     return LlamaConfig(**sizes, num_attention_heads=8, low_rank=LowRankConfig(**low_rank), **options)
 

@@ -6,6 +6,7 @@ from typing_extensions import override
 
 from lightning_boost.config import LlamaConfig
 from lightning_boost.model.cache import LayerCache
+from lightning_boost.model.crossing import LayerLatents, call
 from lightning_boost.model.low_rank import make_projection
 from lightning_boost.model.rotary import rotate
 
@@ -32,6 +33,7 @@ class Attention(nn.Module):
         rotary: tuple[Tensor, Tensor],
         mask: Tensor | None = None,
         cache: LayerCache | None = None,
+        latents: LayerLatents | None = None,
     ) -> Tensor:
         """Attend within ``hidden``, and to what a cache holds.
 
@@ -41,10 +43,11 @@ class Attention(nn.Module):
             mask: Which tokens each one sees, ``[B, 1, T, T]``, with a cache ``[T, seen + T]``; ``None``: itself and all
                 before it.
             cache: Of this layer, which is extended.
+            latents: Of this layer, where latents cross.
         """
-        query = rotate(self._split_heads(self.q_proj(hidden)), *rotary)
-        key = rotate(self._split_heads(self.k_proj(hidden)), *rotary)
-        value = self._split_heads(self.v_proj(hidden))
+        query = rotate(self._split_heads(call(self.q_proj, hidden, latents)), *rotary)
+        key = rotate(self._split_heads(call(self.k_proj, hidden, latents)), *rotary)
+        value = self._split_heads(call(self.v_proj, hidden, latents))
         if cache is not None:
             key, value = cache.extend(key, value)
         grouped = query.shape[1] != key.shape[1]
@@ -54,8 +57,7 @@ class Attention(nn.Module):
         attended = scaled_dot_product_attention(
             query, key, value, mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=grouped
         )
-        output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
-        return output
+        return call(self.o_proj, attended.transpose(1, 2).flatten(2), latents)
 
     def _split_heads(self, features: Tensor) -> Tensor:
         """Turn ``[B, T, H·E]`` into ``[B, H, T, E]``."""

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_boost.model.crossing import LatentNorm, LinearGate, TensorGate, gate_bound
 from lightning_boost.model.low_rank import LowRankLinear
 
 BLOCK_ELEMENTS = 1 << 22
@@ -131,7 +132,9 @@ def initial_values(model: nn.Module, *, std: float = 0.02, seed: int | None = No
                                     element of ``B A`` the variance ``1 / (in + out)``
     bias of a pair                  ``U(-out^-½, out^-½)``: CoLA's
     embedding, dense linear         ``N(0, std²)``; their bias zero
-    weight of a norm                one
+    weight of a norm                one; the bias of a latent's norm zero
+    linear gate of a latent         ``U(-in^-½, in^-½)``, its bias too: torch's linear
+    tensor gate of a latent         ``U(-(6/n)^½, (6/n)^½)`` for each matrix ``[n, n]``: He's, for a fan of ``n``
     ==============================  =====================================================================
 
     Raises:
@@ -160,6 +163,11 @@ def _draw_for(owner: nn.Module, leaf: str, name: str, std: float) -> Draw:
             return lambda value, generator: value.uniform_(-limit, limit, generator=generator)
         tau = owner.bottleneck_size**-0.25 * (owner.in_features + owner.out_features) ** -0.25
         return lambda value, generator: value.normal_(0.0, tau, generator=generator)
+    if isinstance(owner, LinearGate | TensorGate):
+        bound = gate_bound(owner, leaf)
+        return lambda value, generator: value.uniform_(-bound, bound, generator=generator)
+    if isinstance(owner, LatentNorm) and leaf == "bias":
+        return lambda value, generator: value.zero_()
     if isinstance(owner, nn.Embedding | nn.Linear):
         if leaf == "bias":
             return lambda value, generator: value.zero_()

@@ -9,6 +9,7 @@ from typing_extensions import override
 from lightning_boost.config import LlamaConfig
 from lightning_boost.model.attention import Attention
 from lightning_boost.model.cache import KeyValueCache, LayerCache, causal_mask
+from lightning_boost.model.crossing import Crossing, Latents, LayerLatents, call
 from lightning_boost.model.documents import document_lengths, document_mask, document_positions, number_documents
 from lightning_boost.model.initialization import Value, initialize
 from lightning_boost.model.loss import NextTokenLoss
@@ -17,7 +18,7 @@ from lightning_boost.model.norm import RMSNorm
 from lightning_boost.model.rotary import rotary_tables
 
 
-class DecoderLayer(nn.Module):
+class _Block(nn.Module):
     """One pre-norm block: attention and MLP, each added to the residual stream."""
 
     def __init__(self, config: LlamaConfig, layer: int) -> None:
@@ -28,6 +29,24 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, layer)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
+    def _run(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        cache: LayerCache | None,
+        latents: LayerLatents | None = None,
+    ) -> Tensor:
+        normalized = call(self.input_layernorm, hidden, latents)
+        hidden = hidden + self.dropout(self.self_attn(normalized, rotary, mask, cache, latents))
+        normalized = call(self.post_attention_layernorm, hidden, latents)
+        output: Tensor = hidden + self.dropout(self.mlp(normalized, latents))
+        return output
+
+
+class DecoderLayer(_Block):
+    """A block whose latents do not cross."""
+
     @override
     def forward(
         self,
@@ -37,9 +56,36 @@ class DecoderLayer(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Map ``[B, T, D]`` to ``[B, T, D]``; ``rotary``, ``mask`` and ``cache`` as in ``Attention``."""
-        hidden = hidden + self.dropout(self.self_attn(self.input_layernorm(hidden), rotary, mask, cache))
-        output: Tensor = hidden + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
-        return output
+        return self._run(hidden, rotary, mask, cache)
+
+
+class CrossingDecoderLayer(_Block):
+    """A block that receives the latents of the block before and gives its own on to the next."""
+
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.crossing_sizes = config.crossing_sizes(layer)
+        """Of each projection that receives a latent the width of it, and of its own."""
+        gate = config.low_rank.crossing_gate
+        self.crossings = nn.ModuleDict(
+            {name: Crossing(before, here, gate) for name, (before, here) in self.crossing_sizes.items()}
+        )
+
+    @override
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor | None = None,
+        cache: LayerCache | None = None,
+        latents: Latents | None = None,
+    ) -> tuple[Tensor, Latents]:
+        """Map ``[B, T, D]`` and latents ``[B, T, R]`` to the same of the next block.
+
+        Other arguments are as in ``Attention``; with a cache, latents are those of the new tokens, as ``hidden`` is.
+        """
+        own = LayerLatents(self.crossings, latents or {})
+        return self._run(hidden, rotary, mask, cache, own), own.given
 
 
 class LlamaModel(nn.Module):
@@ -49,7 +95,9 @@ class LlamaModel(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.has_crossing = config.low_rank.kind == "lax"
+        make_layer = CrossingDecoderLayer if self.has_crossing else DecoderLayer
+        self.layers = nn.ModuleList(make_layer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     @override
@@ -59,8 +107,13 @@ class LlamaModel(nn.Module):
         """Map token ids ``[B, T]`` to the last hidden state ``[B, T, D]``; arguments as in the whole model."""
         hidden = self.embed_tokens(input_ids)
         rotary, mask = self._places(input_ids, document_ids, 0 if cache is None else cache.num_tokens, like=hidden)
+        latents: Latents = {}
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, rotary, mask, None if cache is None else cache.layers[index])
+            layer_cache = None if cache is None else cache.layers[index]
+            if self.has_crossing:
+                hidden, latents = layer(hidden, rotary, mask, layer_cache, latents=latents)
+            else:
+                hidden = layer(hidden, rotary, mask, layer_cache)
         normalized: Tensor = self.norm(hidden)
         return normalized
 

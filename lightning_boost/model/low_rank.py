@@ -1,9 +1,12 @@
 """A linear layer factorised at a narrow bottleneck."""
 
+from typing import Any
+
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_boost.config import LlamaConfig
+from lightning_boost.model.crossing import LayerLatents
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "silu": nn.SiLU,
@@ -63,6 +66,31 @@ class LowRankLinear(nn.Module):
         return output
 
 
+class CrossingLinear(LowRankLinear):
+    """A low-rank linear whose latent crosses: it receives the layer before's, and is given on to the next layer.
+
+    Args:
+        name: By which latents of neighbouring layers find one another.
+        others: As for ``LowRankLinear``.
+    """
+
+    takes_latents = True
+
+    def __init__(self, name: str, *others: Any, **options: Any) -> None:
+        super().__init__(*others, **options)
+        self.name = name
+
+    @override
+    def forward(self, x: Tensor, latents: LayerLatents | None = None) -> Tensor:
+        """Map ``[…, in]`` to ``[…, out]``; without ``latents`` nothing crosses."""
+        if latents is None:
+            return super().forward(x)
+        z = self.activation(latents.receive(self.name, self.factor_a(x)))
+        latents.give(self.name, z)
+        output: Tensor = self.factor_b(z)
+        return output
+
+
 def make_projection(config: LlamaConfig, layer: int, name: str) -> LowRankLinear | nn.Linear:
     """Return a layer's projection as the configuration has it: a factor pair or a dense linear.
 
@@ -76,4 +104,7 @@ def make_projection(config: LlamaConfig, layer: int, name: str) -> LowRankLinear
     size = config.bottleneck_size_of(layer, name)
     if size is None:
         return nn.Linear(in_features, out_features, bias=bias)
-    return LowRankLinear(in_features, out_features, size, activation=config.low_rank.latent_activation, bias=bias)
+    activation = config.low_rank.latent_activation
+    if config.low_rank.kind == "lax" and name in config.low_rank.crossing_projections:
+        return CrossingLinear(name, in_features, out_features, size, activation=activation, bias=bias)
+    return LowRankLinear(in_features, out_features, size, activation=activation, bias=bias)

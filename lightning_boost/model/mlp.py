@@ -5,6 +5,7 @@ from torch.nn.functional import silu
 from typing_extensions import override
 
 from lightning_boost.config import LlamaConfig
+from lightning_boost.model.crossing import LayerLatents, call
 from lightning_boost.model.low_rank import make_projection
 
 
@@ -19,10 +20,9 @@ class MLP(nn.Module):
         self.down_proj = make_projection(config, layer, "down_proj")
 
     @override
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map ``[B, T, D]`` to ``[B, T, D]``."""
-        gate = self.gate_proj(hidden)
+    def forward(self, hidden: Tensor, latents: LayerLatents | None = None) -> Tensor:
+        """Map ``[B, T, D]`` to ``[B, T, D]``; ``latents`` of this layer, where latents cross."""
+        gate = call(self.gate_proj, hidden, latents)
         if self.has_outer_activation:
             gate = silu(gate)
-        output: Tensor = self.down_proj(gate * self.up_proj(hidden))
-        return output
+        return call(self.down_proj, gate * call(self.up_proj, hidden, latents), latents)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_boost.layout import Decoder
+from lightning_boost.model.crossing import Latents
+from lightning_boost.pipeline_parallel.latents import LatentBorder
 
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
 
@@ -99,6 +101,9 @@ def find_form(decoder: Decoder, layer: nn.Module) -> LayerForm:
         layer: One that is here; it runs in the place of the first.
     """
     argument = next(iter(inspect.signature(layer.forward).parameters), "")
+    if hasattr(layer, "crossing_sizes"):
+        # this package's own, which cannot run in the place of the first: that one receives no latents
+        return LayerForm(argument, 2)
     places: dict[str, nn.Module | None] = dict.fromkeys(
         decoder.root.get_submodule(decoder.layout.layers)._modules, layer
     )
@@ -171,33 +176,54 @@ class Place(Absent):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden state as a layer does."""
-        return self._form.returned(self.handed_on(self._form.taken_from(args, kwargs)))
-
-    def handed_on(self, hidden: Tensor) -> Tensor:
-        """Return what goes on in the place of ``hidden``."""
-        return hidden
+        return self._form.returned(self._form.taken_from(args, kwargs))
 
 
 class Receive(Place):
-    """The layer before the stage's first: gives what the stage before has sent."""
+    """The layer before the stage's first: gives what the stage before has sent.
 
-    received: Tensor | None = None
+    Args:
+        layer: That would stand here.
+        form: Of the model's layers.
+        border: Of the latents that come with the hidden state, if any do.
+    """
+
+    received: tuple[Tensor, ...] = ()
+
+    def __init__(self, layer: nn.Module, form: LayerForm, border: LatentBorder | None) -> None:
+        super().__init__(layer, form)
+        self.border = border
 
     @override
-    def handed_on(self, hidden: Tensor) -> Tensor:
-        """Return what was received."""
-        assert self.received is not None
-        return self.received
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what was received, as a layer does."""
+        hidden, *share = self.received
+        return self._form.returned(hidden) if self.border is None else (hidden, self._latents(hidden, *share))
+
+    def _latents(self, hidden: Tensor, share: Tensor) -> Latents:
+        assert self.border is not None
+        return self.border.unpack(share, hidden.shape[:-1])
 
 
 class Send(Place):
-    """The layer behind the stage's last: ends the forward with the hidden state that it gets."""
+    """The layer behind the stage's last: ends the forward with the hidden state that it gets.
+
+    Args:
+        layer: That would stand here.
+        form: Of the model's layers.
+        border: Of the latents that go with the hidden state, if any do.
+    """
+
+    def __init__(self, layer: nn.Module, form: LayerForm, border: LatentBorder | None) -> None:
+        super().__init__(layer, form)
+        self.border = border
 
     @override
-    def handed_on(self, hidden: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """End the forward.
 
         Raises:
             StageEnd: Always.
         """
-        raise StageEnd(hidden)
+        hidden = self._form.taken_from(args, kwargs)
+        raise StageEnd(hidden if self.border is None else (hidden, self.border.pack(kwargs["latents"])))

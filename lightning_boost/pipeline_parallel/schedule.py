@@ -22,6 +22,7 @@ from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS
 from lightning_boost.model.loss import check_loss_arguments, mean_loss_of
 from lightning_boost.pipeline_parallel.borders import MarkedStage
 from lightning_boost.pipeline_parallel.commit import Commit, gradients_set_aside
+from lightning_boost.pipeline_parallel.latents import LatentBorder
 from lightning_boost.pipeline_parallel.microbatches import Microbatches, bind, cut_batch
 from lightning_boost.pipeline_parallel.options import PipelineOptions
 from lightning_boost.pipeline_parallel.outputs import LossOutput, merge_outputs
@@ -98,7 +99,8 @@ class Pipeline:
         """Run a batch; the result is the same on every process of the pipeline.
 
         Communication: on each border between stages ``b T D/tp`` values of every micro-batch, forward and, if trained,
-        backward; then one all-reduce of the loss over the pipeline axis, or a broadcast of the outputs.
+        backward, and where latents cross what ``LatentBorder`` tells; then one all-reduce of the loss over the pipeline
+        axis, or a broadcast of the outputs.
 
         Raises:
             RuntimeError: If outputs are asked for with gradients.
@@ -217,18 +219,35 @@ class Pipeline:
 
     def _schedule_for(self, microbatches: Microbatches, *, is_trained: bool) -> Any:
         """Return a schedule with buffers for micro-batches of this shape: torch's know one shape only."""
-        key = (microbatches.rows, microbatches.num_tokens, len(microbatches), is_trained)
+        latents_dtype = self._latents_dtype()
+        key = (microbatches.rows, microbatches.num_tokens, len(microbatches), is_trained, latents_dtype)
         if key not in self._schedules:
             while len(self._schedules) >= _KEPT_SHAPES:
                 self._schedules.popitem(last=False)
-            self._schedules[key] = self._make_schedule(microbatches, is_trained=is_trained)
+            self._schedules[key] = self._make_schedule(microbatches, latents_dtype, is_trained=is_trained)
         self._schedules.move_to_end(key)
         return self._schedules[key]
 
-    def _make_schedule(self, microbatches: Microbatches, *, is_trained: bool) -> Any:
-        shape = (microbatches.rows, microbatches.num_tokens, self._width)
-        hidden = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=is_trained)
-        loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=is_trained)
+    def _latents_dtype(self) -> torch.dtype:
+        """Return what latents are in: what matrices multiply in."""
+        assert self._run is not None
+        autocast: torch.dtype = self._run.autocast["dtype"]
+        return autocast if self._run.autocast["enabled"] else self._dtype
+
+    def _make_schedule(self, microbatches: Microbatches, latents_dtype: torch.dtype, *, is_trained: bool) -> Any:
+        rows, num_tokens = microbatches.rows, microbatches.num_tokens
+
+        def empty(*shape: int, dtype: torch.dtype = self._dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta", requires_grad=is_trained)
+
+        def crossing(border: LatentBorder | None) -> tuple[Tensor, ...]:
+            """Return what is sent over a border, or received."""
+            hidden = empty(rows, num_tokens, self._width)
+            if border is None:
+                return (hidden,)
+            return hidden, empty(border.num_rows(rows * num_tokens), border.width, dtype=latents_dtype)
+
+        loss = empty(dtype=torch.float32)
         num_stages = self._axis.size() * len(self._stages)
         stages = [
             MarkedStage(
@@ -236,8 +255,8 @@ class Pipeline:
                 self._axis.get_local_rank() + turn * self._axis.size(),
                 num_stages,
                 self._device,
-                input_args=() if stage.is_first else (hidden,),
-                output_args=(loss,) if stage.is_last else (hidden,),
+                input_args=() if stage.is_first else crossing(stage.latents_before),
+                output_args=(loss,) if stage.is_last else crossing(stage.latents_behind),
                 group=self._axis.get_group(),
             )
             for turn, stage in enumerate(self._stages)

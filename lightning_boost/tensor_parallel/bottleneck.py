@@ -21,10 +21,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import embedding, linear
 from typing_extensions import override
 
+from lightning_boost.model.crossing import Crossing, LayerLatents
 from lightning_boost.model.factor_pair import factor_names, find_activation
+from lightning_boost.model.low_rank import CrossingLinear
 from lightning_boost.tensor_parallel.dense import Rows, SplitReader, num_rows, own_rows
 from lightning_boost.tensor_parallel.gathered_norm import NormGather
 from lightning_boost.tensor_parallel.library import gemm_dtype
@@ -54,6 +57,8 @@ class FactorPair(nn.Module):
         self._modules.update(pair._modules)
         self.names, self.rows = names, rows
         self.sigma = sigma
+        self.latent_name = pair.name if isinstance(pair, CrossingLinear) else None
+        """By which its latent crosses from layer to layer, if it does."""
 
     @property
     def bottleneck_size(self) -> int:
@@ -193,6 +198,7 @@ class NormalizedProjections(nn.Module):
         self.group = group
         self.chunk = chunk
         self.__dict__["members"] = members
+        self.takes_latents = any(member.latent_name for member in self.low_rank_members)
 
     @property
     def low_rank_members(self) -> list[LowRankMember]:
@@ -205,8 +211,10 @@ class NormalizedProjections(nn.Module):
         return [member for member in self.__dict__["members"] if isinstance(member, DenseMember)]
 
     @override
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, latents: LayerLatents | None = None) -> Tensor:
         """Map this process's features ``[…, D/tp]`` to what its projections take their features from.
+
+        ``latents`` of the layer, where latents cross: whole between the all-reduce and σ, so they cross at no cost.
 
         Raises:
             ValueError: If ``x`` has another width.
@@ -221,7 +229,7 @@ class NormalizedProjections(nn.Module):
         rows, pairs, dense = x.flatten(0, -2), self.low_rank_members, self.dense_members
         outputs: dict[GroupMember, Tensor] = {}
         if pairs:
-            outputs |= zip(pairs, self._low_rank(rows, pairs), strict=True)
+            outputs |= zip(pairs, self._low_rank(rows, pairs, latents), strict=True)
         if dense:
             outputs |= zip(dense, self._dense(rows, dense), strict=True)
         members = self.__dict__["members"]
@@ -243,8 +251,8 @@ class NormalizedProjections(nn.Module):
         )
         return z
 
-    def _low_rank(self, rows: Tensor, pairs: Sequence[LowRankMember]) -> list[Tensor]:
-        return expand(activate(self.latents(rows, self.chunk), pairs), pairs, self.group, self.chunk)
+    def _low_rank(self, rows: Tensor, pairs: Sequence[LowRankMember], latents: LayerLatents | None) -> list[Tensor]:
+        return expand(activate(self.latents(rows, self.chunk), pairs, latents), pairs, self.group, self.chunk)
 
     def _dense(self, rows: Tensor, members: Sequence[DenseMember]) -> list[Tensor]:
         hidden: Tensor = NormGather.apply(rows, local(self.weight), self.eps, self.group, self.chunk)
@@ -273,13 +281,14 @@ class BottleneckParallelLinear(FactorPair):
         super().__init__(pair)
         self.group = group
         self.chunk = chunk
+        self.takes_latents = self.latent_name is not None
 
     @override
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[…, in/tp]`` to ``[…, out/tp]``."""
+    def forward(self, x: Tensor, latents: LayerLatents | None = None) -> Tensor:
+        """Map ``[…, in/tp]`` to ``[…, out/tp]``; ``latents`` of the layer, where latents cross."""
         factor_a = self.local_a()
         z = ProjectReduce.apply(x.flatten(0, -2), factor_a.to(gemm_dtype(factor_a)), self.group, self.chunk)
-        (y,) = expand(activate(z, [self]), [self], self.group, self.chunk)
+        (y,) = expand(activate(z, [self], latents), [self], self.group, self.chunk)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -301,14 +310,56 @@ class FeatureShardedEmbedding(nn.Module):
         return embedding(input_ids, local(self.weight), self.padding_idx)
 
 
-def activate(z: Tensor, pairs: Sequence[FactorPair]) -> Tensor:
-    """Apply each pair's σ to its part of the latents ``[N, R]``; once for all where they agree."""
+class ReplicatedCrossing(nn.Module):
+    """In the place of a crossing: the same on every process, which has all of it and of the latents.
+
+    No communication: latents are whole, and so are their gradients, which ``Expand`` has summed behind them and the
+    next layer's crossing, being the same on every process, gives whole. Those of the parameters are then whole, too.
+
+    Args:
+        crossing: That is replaced.
+    """
+
+    def __init__(self, crossing: Crossing) -> None:
+        super().__init__()
+        self._modules.update(crossing._modules)
+        # hidden from torch, which knows its parts under their names already
+        self.__dict__["crossing"] = crossing
+
+    @override
+    def forward(self, a: Tensor, z: Tensor) -> Tensor:
+        """Map ``a`` ``[N, R]`` and the latent of the layer before to what σ is applied to, ``[N, R]``."""
+        parameters = {name: local(parameter) for name, parameter in self.named_parameters()}
+        u: Tensor = functional_call(self.__dict__["crossing"], parameters, (a, z))
+        return u
+
+
+def activate(z: Tensor, pairs: Sequence[FactorPair], latents: LayerLatents | None = None) -> Tensor:
+    """Apply each pair's σ to its part of the latents ``[N, R]``; once for all where they agree.
+
+    Args:
+        z: Of all pairs side by side, whole.
+        pairs: In order.
+        latents: Of the layer, where latents cross; they do before σ, and are given on behind it.
+    """
+    sizes = [pair.bottleneck_size for pair in pairs]
+    if latents is not None:
+        parts = zip(pairs, z.split(sizes, -1), strict=True)
+        received = [
+            part if pair.latent_name is None else latents.receive(pair.latent_name, part) for pair, part in parts
+        ]
+        z = torch.cat(received, -1) if len(received) > 1 else received[0]
     # by what they print, which tells an exact GELU from an approximate one
     if len({repr(pair.sigma) for pair in pairs}) == 1:
         activated: Tensor = pairs[0].sigma(z)
-        return activated
-    parts = z.split([pair.bottleneck_size for pair in pairs], -1)
-    return torch.cat([pair.sigma(part) for pair, part in zip(pairs, parts, strict=True)], -1)
+    else:
+        parts = zip(pairs, z.split(sizes, -1), strict=True)
+        activated = torch.cat([pair.sigma(part) for pair, part in parts], -1)
+    if latents is not None:
+        for pair, part in zip(pairs, activated.split(sizes, -1), strict=True):
+            # a part of what the factors out of bottlenecks keep, not a copy
+            latents.give(pair.latent_name, part) if pair.latent_name is not None else None
+    return activated
 
 
 def expand(z: Tensor, pairs: Sequence[FactorPair], group: str, chunk: str) -> list[Tensor]:

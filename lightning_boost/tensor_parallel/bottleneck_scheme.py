@@ -15,6 +15,7 @@ from lightning_boost.tensor_parallel.bottleneck import (
     GroupMember,
     LowRankMember,
     NormalizedProjections,
+    ReplicatedCrossing,
 )
 from lightning_boost.tensor_parallel.check import norm_eps
 from lightning_boost.tensor_parallel.dense import RowParallelLinear
@@ -24,6 +25,7 @@ from lightning_boost.tensor_parallel.placement import (
     WHOLE,
     Placements,
     check_parts,
+    crossings,
     dense,
     ends,
     head_norms,
@@ -64,6 +66,7 @@ class BottleneckScheme:
                     table[path + names.factor_b] = WHOLE if is_whole else Shard(names.out_dim)
                     table[path + names.bias] = WHOLE if is_whole else OUTPUT_FEATURES
             table |= head_norms(decoder, layer_name, layer)
+            table |= crossings(decoder, layer_name, layer)
         return table
 
     def swap(self, decoder: Decoder, group: str) -> None:
@@ -85,6 +88,8 @@ class BottleneckScheme:
                 else:
                     twin = BottleneckParallelLinear(module, group, lone.chunk)
                 put(layer, lone.projection, twin)
+            for name, crossing in decoder.crossings(layer).items():
+                set_module(layer, name, ReplicatedCrossing(crossing))
             swap_heads(decoder, layer, group)
         embedding, final_norm = decoder.part(layout.embedding), decoder.part(layout.final_norm)
         assert isinstance(embedding, Embedding)

@@ -65,6 +65,19 @@ def check_kind(decoder: Decoder, scheme: str, *, needs_pairs: bool) -> None:
                 )
 
 
+def check_no_crossing(decoder: Decoder, scheme: str) -> None:
+    """Check that latents do not cross from layer to layer.
+
+    Raises:
+        ValueError: If they do.
+    """
+    if any(decoder.crossings(layer) for layer in decoder.layers.values()):
+        raise ValueError(
+            f"low_rank.kind ('lax') must be 'svd' or 'cola' with scheme {scheme!r}, which splits latents over"
+            " processes: their gates and norms need them whole. Leave scheme at 'auto'."
+        )
+
+
 def ends(decoder: Decoder, *, norm: Placement) -> Placements:
     """Return the placements outside the layers; a weight that embedding and head share is split as the head's."""
     layout = decoder.layout
@@ -92,6 +105,12 @@ def present_head_norms(decoder: Decoder, layer: Module) -> dict[str, Module]:
 def head_norms(decoder: Decoder, layer_name: str, layer: Module) -> Placements:
     """Return the placements of a layer's norms of heads."""
     return {f"{layer_name}.{name}.weight": WHOLE for name in present_head_norms(decoder, layer)}
+
+
+def crossings(decoder: Decoder, layer_name: str, layer: Module) -> Placements:
+    """Return the placements of what latents go through on their way into a layer: whole, as latents are."""
+    found = decoder.crossings(layer).items()
+    return {f"{layer_name}.{name}.{leaf}": WHOLE for name, module in found for leaf, _ in module.named_parameters()}
 
 
 def _head_size(decoder: Decoder, layer: Module) -> int:

@@ -8,6 +8,7 @@ as many latents, and the statistic once for each projection behind a norm.
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_boost.model.crossing import LayerLatents
 from lightning_boost.tensor_parallel.bottleneck import FactorPair, activate, expand
 from lightning_boost.tensor_parallel.dense import Rows
 from lightning_boost.tensor_parallel.library import gemm_dtype
@@ -55,10 +56,11 @@ class UngroupedProjection(FactorPair):
         self.chunk = chunk
         # hidden from torch: it owns γ in its own place
         self.__dict__["norm"] = norm
+        self.takes_latents = self.latent_name is not None
 
     @override
-    def forward(self, x: Tensor) -> Tensor:
-        """Map the hidden state ``[…, D/tp]``, not normalised, to ``[…, out/tp]``."""
+    def forward(self, x: Tensor, latents: LayerLatents | None = None) -> Tensor:
+        """Map the hidden state ``[…, D/tp]``, not normalised, to ``[…, out/tp]``; ``latents`` where they cross."""
         norm: UngroupedNorm = self.__dict__["norm"]
         factor_a = self.local_a()
         z, _ = NormProjectReduce.apply(
@@ -70,5 +72,5 @@ class UngroupedProjection(FactorPair):
             self.chunk,
             factor_a.to(gemm_dtype(factor_a)),
         )
-        (y,) = expand(activate(z, [self]), [self], self.group, self.chunk)
+        (y,) = expand(activate(z, [self], latents), [self], self.group, self.chunk)
         return y.view(*x.shape[:-1], y.shape[-1])

@@ -15,6 +15,7 @@ from lightning_boost.tensor_parallel.placement import (
     WHOLE,
     Placements,
     check_kind,
+    check_no_crossing,
     check_parts,
     ends,
     head_norms,
@@ -40,6 +41,7 @@ class VanillaScheme:
     def check(self, decoder: Decoder) -> None:
         """Check that projections are factor pairs and norms RMSNorms."""
         check_kind(decoder, self.name, needs_pairs=True)
+        check_no_crossing(decoder, self.name)
         check_parts(decoder, self.placements(decoder, 2))
 
     def placements(self, decoder: Decoder, size: int) -> Placements:
