@@ -7,14 +7,22 @@ import torch.distributed as dist
 from lightning_boost import gradients
 from lightning_boost.collectives import count_collectives
 from lightning_boost.cost import TensorAxis, add_up, layer_moves
-from lightning_boost.gradients import global_gradient_norm
+from lightning_boost.gradients import clip_gradients_by_norm, global_gradient_norm
 from lightning_boost.mesh import DATA_AXIS
 from lightning_boost.model.crossing import Crossing, LayerLatents
 from lightning_boost.model.llama import CrossingDecoderLayer
 from lightning_boost.parity import check_parity
 from lightning_boost.recompute import RecomputeOptions
 from lightning_boost.tensor_parallel.bottleneck import ReplicatedCrossing
-from tests.models import gradient_errors, masked_batch, one_process_model, parallel_model, small_config
+from tests.models import (
+    gradient_errors,
+    masked_batch,
+    one_process_model,
+    parallel_model,
+    relative_error,
+    small_config,
+    whole,
+)
 from tests.processes import run_processes
 from tests.recomputed import BLOCK, CHUNKS, LOW_RANK, MIXED, SHARDED, recomputed_model
 
@@ -128,6 +136,31 @@ def test_training_is_that_of_one_process(gate, size):
     """Two layers: with three, one process in fp32 is as far from one in fp64 as 1e-5 after three steps."""
     report = run_processes(_report, size, lax(gate, num_hidden_layers=2))[0]
     assert report.passed, report
+
+
+def _changes(model):
+    """Return what three clipped steps of AdamW change of each weight, whole."""
+    start = {name: whole(each).clone() for name, each in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(**masked_batch(131)).backward()
+        clip_gradients_by_norm(model.parameters(), 0.5)
+        optimizer.step()
+    return {name: whole(each) - start[name] for name, each in model.named_parameters()}
+
+
+def _change_errors(config):
+    models = one_process_model(config, torch.float64), parallel_model(config, dist.get_world_size(), torch.float64)
+    expected, found = map(_changes, models)
+    return {name: relative_error(found[name], change) for name, change in expected.items()}
+
+
+@pytest.mark.parametrize("gate", ["identity", "linear", "tensor"])
+def test_in_fp64_training_is_that_of_one_process_to_its_rounding(gate):
+    """Three layers, and heads of a size of their own, where fp32 is noisiest."""
+    for errors in run_processes(_change_errors, 2, lax(gate, head_dim=12)):
+        assert max(errors.values()) < 1e-6, max(errors.items(), key=lambda item: item[1])
 
 
 @pytest.mark.parametrize("data_axis", ["replicate", "shard"])
