@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from math import isqrt
 from typing import Any, Literal
 
 IGNORED_LABEL = -100
@@ -87,8 +88,7 @@ class LowRankConfig:
                 )
 
     def _check_crossing(self) -> None:
-        options = {"crossing_base": PAIR_KINDS, "crossing_gate": GATES}
-        for name, known in options.items():
+        for name, known in (("crossing_base", PAIR_KINDS), ("crossing_gate", GATES)):
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"low_rank.{name} ({getattr(self, name)!r}) must be one of {', '.join(map(repr, known))}."
@@ -99,9 +99,8 @@ class LowRankConfig:
                 f"low_rank.crossing_projections ({self.crossing_projections}) must name at least one of"
                 f" {', '.join(PROJECTIONS)}, and nothing else; leave it out to let all of them cross."
             )
-        for name in (*options, "crossing_projections"):
-            entry = next(entry for entry in fields(self) if entry.name == name)
-            default = entry.default_factory() if callable(entry.default_factory) else entry.default
+        defaults = {"crossing_base": "cola", "crossing_gate": "tensor", "crossing_projections": list(PROJECTIONS)}
+        for name, default in defaults.items():
             if self.kind != "lax" and getattr(self, name) != default:
                 raise ValueError(
                     f"low_rank.{name} ({getattr(self, name)!r}) means nothing with kind {self.kind!r}, whose latents do"
@@ -387,6 +386,12 @@ def llama_config(options: Mapping[str, Any]) -> LlamaConfig:
         return LlamaConfig(**{**options, "low_rank": low_rank, "rope_scaling": rope_scaling})
     except TypeError as error:
         raise ValueError(f"the model's configuration is not that of this release: {error}") from None
+
+
+def balanced_divisors(number: int) -> tuple[int, int]:
+    """Return the two divisors nearest to one another whose product a number is, the smaller first."""
+    smaller = next(divisor for divisor in range(isqrt(number), 0, -1) if number % divisor == 0)
+    return smaller, number // smaller
 
 
 def _nearby_divisors(number: int, near: int) -> list[int]:

@@ -30,7 +30,7 @@ from lightning_boost.config import LowRankKind
 NUM_LAYERS = 2
 VOCAB_SIZE = 4096
 MICRO_BATCHES = (1, 2, 4, 8)
-KINDS: tuple[LowRankKind, ...] = ("svd", "cola")
+KINDS: tuple[LowRankKind, ...] = ("svd", "cola", "lax")
 _WARMUP = 2
 
 

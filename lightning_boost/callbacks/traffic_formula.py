@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_boost.config import LlamaConfig
-from lightning_boost.cost import Move, TensorAxis, Volume, add_up, end_moves, layer_moves
+from lightning_boost.cost import Move, TensorAxis, Volume, add_up, border_moves, end_moves, layer_moves
 from lightning_boost.mesh import TENSOR_AXIS
 from lightning_boost.model.llama import CrossingDecoderLayer, DecoderLayer, LlamaForCausalLM, find_llama
 from lightning_boost.pipeline_parallel.places import Absent, AbsentEmbedding
@@ -123,6 +123,7 @@ class TrafficFormula:
             has_head=has_head,
             scheme=self._scheme,
         )
+        moves += border_moves(config, self._axis, layers, call.tokens)
         if not call.is_trained:
             moves = [move for move in moves if move.pass_ == "forward"]
         once = add_up(moves, call.tokens)

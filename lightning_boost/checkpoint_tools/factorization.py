@@ -57,6 +57,8 @@ def factorize_model(
     config = source.config
     if config.low_rank.latent_activation is not None:
         raise ValueError(f"checkpoint {source.path} is low-rank with an activation between its factors already.")
+    if config.low_rank.kind == "lax":
+        raise ValueError(f"checkpoint {source.path} is low-rank with latents that cross from layer to layer already.")
     values, report = dict(source.values), []
     calibration = None if tokens is None else _Calibration(source, tokens)
     for layer in range(config.num_hidden_layers):

@@ -9,8 +9,9 @@ from torch.nn.functional import embedding, linear
 
 from lightning_boost.config import LlamaConfig
 from lightning_boost.interchange.keys import EMBEDDING, HEAD
+from lightning_boost.model.crossing import Latents
 from lightning_boost.model.initialization import replace_parameters
-from lightning_boost.model.llama import DecoderLayer
+from lightning_boost.model.llama import CrossingDecoderLayer, make_layer
 from lightning_boost.model.loss import NextTokenLoss
 from lightning_boost.model.norm import RMSNorm
 from lightning_boost.model.rotary import rotary_tables
@@ -56,10 +57,15 @@ def probe(config: LlamaConfig, values: Values) -> Probe:
     tokens = torch.randint(config.vocab_size, (_ROWS, _TOKENS), generator=torch.Generator().manual_seed(0))
     hidden = embedding(tokens, read_wide(values, EMBEDDING))
     rotary = rotary_tables(torch.arange(_TOKENS), _TOKENS, config, like=hidden)
+    latents: Latents = {}
     for index in range(config.num_hidden_layers):
         with torch.device("meta"):
-            layer = DecoderLayer(config, index).eval()
-        hidden = filled(layer, f"model.layers.{index}.", values)(hidden, rotary)
+            layer = make_layer(config, index).eval()
+        filled(layer, f"model.layers.{index}.", values)
+        if isinstance(layer, CrossingDecoderLayer):
+            hidden, latents = layer(hidden, rotary, latents=latents)
+        else:
+            hidden = layer(hidden, rotary)
     with torch.device("meta"):
         norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
     hidden = filled(norm, "model.norm.", values)(hidden)

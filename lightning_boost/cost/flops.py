@@ -7,7 +7,7 @@ twice forward: each product has the gradients of both its factors.
 
 from collections.abc import Iterable
 
-from lightning_boost.config import LlamaConfig
+from lightning_boost.config import LlamaConfig, balanced_divisors
 
 _LAST = "down_proj"
 """The projection that a layer ends with."""
@@ -32,7 +32,8 @@ def recompute_flops(
 ) -> int:
     """Return the operations for one token that backward runs a second time.
 
-    The last product of a layer is not among them: backward does not ask for what it gives.
+    The last product of a layer is not among them: backward does not ask for what it gives. Latents that are kept are
+    those in front of what crosses, so gates run again.
 
     Args:
         config: The model.
@@ -47,6 +48,7 @@ def recompute_flops(
     total = 0
     for layer in layers:
         total += 0 if keep_attention else _attention_flops(config, sequence_length)
+        total += _crossing_flops(config, layer)
         for projection in config.projection_shapes():
             into, out_of = _projection_flops(config, layer, projection)
             total += (into if kind == "block" else 0) + (out_of if projection != _LAST else 0)
@@ -55,7 +57,7 @@ def recompute_flops(
 
 def _layer_flops(config: LlamaConfig, layer: int, sequence_length: int) -> int:
     projections = (sum(_projection_flops(config, layer, projection)) for projection in config.projection_shapes())
-    return sum(projections) + _attention_flops(config, sequence_length)
+    return sum(projections) + _attention_flops(config, sequence_length) + _crossing_flops(config, layer)
 
 
 def _projection_flops(config: LlamaConfig, layer: int, projection: str) -> tuple[int, int]:
@@ -63,6 +65,14 @@ def _projection_flops(config: LlamaConfig, layer: int, projection: str) -> tuple
     fan_in, fan_out = config.projection_shapes()[projection]
     size = config.bottleneck_size_of(layer, projection)
     return (0, 2 * fan_in * fan_out) if size is None else (2 * fan_in * size, 2 * size * fan_out)
+
+
+def _crossing_flops(config: LlamaConfig, layer: int) -> int:
+    """Return the operations of the gates that latents of the layer before go through."""
+    gate, sizes = config.low_rank.crossing_gate, config.crossing_sizes(layer).values()
+    if gate == "linear":
+        return sum(2 * before * here for before, here in sizes)
+    return sum(2 * here * sum(balanced_divisors(here)) for _, here in sizes) if gate == "tensor" else 0
 
 
 def _attention_flops(config: LlamaConfig, sequence_length: int) -> int:

@@ -28,6 +28,8 @@ def kept_values(
 ) -> KeptValues:
     """Return what a decoder layer's recompute keeps: its input, and for ``low_rank`` what the collectives gave.
 
+    Latents that cross are part of the input, and whole.
+
     Args:
         config: The model.
         layer: Index of the layer, one that is recomputed.
@@ -38,7 +40,7 @@ def kept_values(
     """
     size, share = tensor_parallel_size, config.hidden_size / tensor_parallel_size
     is_dense_model, is_split = config.low_rank.kind == "full_rank", size > 1
-    values = config.hidden_size if is_dense_model else share
+    values = (config.hidden_size if is_dense_model else share) + _received_latents(config, layer, is_split=is_split)
     if recompute == "block":
         return KeptValues(values, 0)
     scales = 0.0
@@ -58,6 +60,15 @@ def kept_values(
         heads = config.num_attention_heads / size
         values, scales = values + heads * config.head_size, scales + heads
     return KeptValues(values, scales)
+
+
+def _received_latents(config: LlamaConfig, layer: int, *, is_split: bool) -> int:
+    """Return how many values of a token the layer before gives on; split, those of a chunk are one tensor."""
+    total, crossing = 0, config.crossing_sizes(layer)
+    for projections in CHUNKS.values():
+        before = [config.bottleneck_size_of(layer - 1, name) for name in projections if is_split or name in crossing]
+        total += sum(filter(None, before)) if crossing.keys() & set(projections) else 0
+    return total
 
 
 def _replicated_widths(config: LlamaConfig, layer: int) -> dict[str, int]:

@@ -5,7 +5,7 @@ adds a scheme adds its two functions to ``_LAYER_MOVES`` and ``_END_MOVES``.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
@@ -22,6 +22,9 @@ CHUNKS = {
     "down": ("down_proj",),
 }
 """Projections of each chunk."""
+
+BORDER_CHUNK = "latents"
+"""Chunk of the latents that cross the borders of a pipeline."""
 
 END_CHUNKS = ("embedding", "head", "loss", "logits")
 """Chunks outside the layers."""
@@ -142,6 +145,25 @@ def end_moves(
     return [move for move in moves if (has_embedding if move.chunk == "embedding" else has_head)]
 
 
+def border_moves(config: LlamaConfig, axis: TensorAxis, layers: Collection[int], tokens: int) -> list[Move]:
+    """Return the gathers of latents that cross the borders of a process's pipeline stages.
+
+    Args:
+        config: The model.
+        axis: The tensor axis.
+        layers: Indices of those that stand on this process.
+        tokens: Of a micro-batch.
+    """
+    moves = []
+    for layer in range(1, config.num_hidden_layers):
+        width = sum(before for before, _ in config.crossing_sizes(layer).values())
+        is_behind, is_before = layer in layers, layer - 1 in layers
+        if width and is_behind != is_before:
+            pass_ = "forward" if is_behind else "backward"
+            moves.append(Move("all_gather", BORDER_CHUNK, pass_, 0, -(-tokens // axis.size) * width, axis.gemm_dtype))
+    return moves
+
+
 def add_up(moves: Iterable[Move], tokens: int) -> dict[tuple[str, str, str], Volume]:
     """Return what the collectives of a forward over so many tokens move, by (operation, chunk, pass)."""
     total: dict[tuple[str, str, str], Volume] = {}
@@ -256,14 +278,27 @@ def _full_rank_ends(config: LlamaConfig, axis: TensorAxis) -> Iterator[Move]:
     yield Move("all_reduce", "head", "backward", hidden, 0, axis.stream_dtype)
 
 
-def _vanilla_layer(config: LlamaConfig, _: int, chunk: str, axis: TensorAxis) -> Iterator[Move]:
+def _gathered_latents(config: LlamaConfig, layer: int, chunk: str, axis: TensorAxis) -> Iterator[Move]:
+    """Yield what makes latents whole that cross, where processes have parts of them."""
+    names = config.low_rank.crossing_projections if config.low_rank.kind == "lax" else []
+    for projection in filter(names.__contains__, CHUNKS[chunk]):
+        width = config.bottleneck_size_of(layer, projection)
+        assert width is not None
+        share = -(-width // axis.size)
+        yield Move("all_gather", chunk, "forward", share, 0, axis.gemm_dtype, given=width)
+        yield Move("all_gather", chunk, "backward", share, 0, axis.gemm_dtype)
+
+
+def _vanilla_layer(config: LlamaConfig, layer: int, chunk: str, axis: TensorAxis) -> Iterator[Move]:
+    yield from _gathered_latents(config, layer, chunk, axis)
     shapes = [config.projection_shapes()[projection] for projection in CHUNKS[chunk]]
     for _fan_in, fan_out in shapes:
         yield Move("all_reduce", chunk, "forward", fan_out, 0, axis.gemm_dtype, given=fan_out)
     yield Move("all_reduce", chunk, "backward", shapes[0][0], 0, axis.gemm_dtype)
 
 
-def _vanilla_sharded_layer(config: LlamaConfig, _: int, chunk: str, axis: TensorAxis) -> Iterator[Move]:
+def _vanilla_sharded_layer(config: LlamaConfig, layer: int, chunk: str, axis: TensorAxis) -> Iterator[Move]:
+    yield from _gathered_latents(config, layer, chunk, axis)
     gemm = axis.gemm_dtype
     for projection in CHUNKS[chunk]:
         fan_in, fan_out = config.projection_shapes()[projection]

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from lightning_boost.config import LlamaConfig, LowRankConfig
-from lightning_boost.interchange.hugging_face import read_options, write_options
+from lightning_boost.interchange.hugging_face import check_no_crossing, read_options, write_options
 from lightning_boost.interchange.keys import FactorKeys, Format, Stated, Tensors
 from lightning_boost.interchange.shapes import read_biases, read_sizes, size_options
 from lightning_boost.model.factor_pair import FactorNames
@@ -52,6 +52,7 @@ def _read(stated: Stated, tensors: Tensors, *, factors: FactorKeys) -> LlamaConf
 
 
 def _write(config: LlamaConfig, *, model_type: str, architecture: str) -> dict[str, Any]:
+    check_no_crossing(config, model_type)
     if config.low_rank.kind != "cola":
         raise ValueError(
             f"{model_type} cannot hold a model of kind {config.low_rank.kind!r}: CoLA has SiLU between all factors."

@@ -154,6 +154,19 @@ def check_outer_activation(config: LlamaConfig, format_name: str) -> None:
         )
 
 
+def check_no_crossing(config: LlamaConfig, format_name: str) -> None:
+    """Check that latents do not cross from layer to layer, which formats of other code do not know.
+
+    Raises:
+        ValueError: If they do.
+    """
+    if config.low_rank.kind == "lax":
+        raise ValueError(
+            f"{format_name} cannot hold a model of kind 'lax', whose latents cross from layer to layer: no other code"
+            " has these gates and norms. Take --to boost."
+        )
+
+
 def options_left_out(config: LlamaConfig) -> list[str]:
     """Return the options, of training alone, for which other formats have no place."""
     return [f"{name} {getattr(config, name)}" for name, off in _NO_OPTION.items() if getattr(config, name) != off]
@@ -166,6 +179,7 @@ def _read(stated: Stated, tensors: Tensors) -> LlamaConfig:
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:
+    check_no_crossing(config, "hf_dense")
     if config.low_rank.latent_activation is not None:
         raise ValueError(
             f"hf_dense cannot hold a model of kind {config.low_rank.kind!r}: {config.low_rank.latent_activation} stands"

@@ -5,7 +5,12 @@ from functools import partial
 from typing import Any
 
 from lightning_boost.config import PROJECTIONS, LlamaConfig, LowRankConfig
-from lightning_boost.interchange.hugging_face import check_outer_activation, read_options, write_options
+from lightning_boost.interchange.hugging_face import (
+    check_no_crossing,
+    check_outer_activation,
+    read_options,
+    write_options,
+)
 from lightning_boost.interchange.keys import FactorKeys, Format, Stated, Tensors, owner
 from lightning_boost.interchange.shapes import read_biases, read_sizes, size_options
 from lightning_boost.model.factor_pair import FactorNames
@@ -50,6 +55,7 @@ def _truncated(config: LlamaConfig) -> dict[str, int]:
 
 
 def _check(config: LlamaConfig, format_name: str) -> None:
+    check_no_crossing(config, format_name)
     if config.low_rank.latent_activation is not None:
         raise ValueError(
             f"{format_name} cannot hold a model of kind {config.low_rank.kind!r}: {config.low_rank.latent_activation}"

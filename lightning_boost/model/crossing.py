@@ -4,14 +4,12 @@ With ``a = A x`` of layer ``l`` and ``z`` what layer ``l - 1`` gave on, a layer 
 ``σ(u)`` on and goes on with ``B σ(u)``. Latents are of single positions, so nothing of this looks at other tokens.
 """
 
-from math import isqrt
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 from typing_extensions import override
 
-from lightning_boost.config import GateKind
+from lightning_boost.config import GateKind, balanced_divisors
 
 NORM_EPS = 1e-6
 """Added to the variance of a latent."""
@@ -133,19 +131,6 @@ def call(module: nn.Module, x: Tensor, latents: LayerLatents | None) -> Tensor:
         module(x, latents) if latents is not None and getattr(module, "takes_latents", False) else module(x)
     )
     return output
-
-
-def balanced_divisors(number: int) -> tuple[int, int]:
-    """Return the two divisors nearest to one another whose product a number is, the smaller first."""
-    smaller = next(divisor for divisor in range(isqrt(number), 0, -1) if number % divisor == 0)
-    return smaller, number // smaller
-
-
-def gate_parameters(before: int, here: int, gate: GateKind) -> int:
-    """Return how many parameters a gate has."""
-    if gate == "linear":
-        return here * (before + 1)
-    return sum(size**2 for size in balanced_divisors(here)) if gate == "tensor" else 0
 
 
 def gate_bound(gate: LinearGate | TensorGate, parameter: str) -> float:

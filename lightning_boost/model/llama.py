@@ -88,6 +88,12 @@ class CrossingDecoderLayer(_Block):
         return self._run(hidden, rotary, mask, cache, own), own.given
 
 
+def make_layer(config: LlamaConfig, layer: int) -> DecoderLayer | CrossingDecoderLayer:
+    """Return a layer of a model of either kind."""
+    make = CrossingDecoderLayer if config.low_rank.kind == "lax" else DecoderLayer
+    return make(config, layer)
+
+
 class LlamaModel(nn.Module):
     """Embedding, decoder layers and final norm."""
 
@@ -96,7 +102,6 @@ class LlamaModel(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.has_crossing = config.low_rank.kind == "lax"
-        make_layer = CrossingDecoderLayer if self.has_crossing else DecoderLayer
         self.layers = nn.ModuleList(make_layer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 

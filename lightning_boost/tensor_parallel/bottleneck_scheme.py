@@ -15,7 +15,6 @@ from lightning_boost.tensor_parallel.bottleneck import (
     GroupMember,
     LowRankMember,
     NormalizedProjections,
-    ReplicatedCrossing,
 )
 from lightning_boost.tensor_parallel.check import norm_eps
 from lightning_boost.tensor_parallel.dense import RowParallelLinear
@@ -31,7 +30,7 @@ from lightning_boost.tensor_parallel.placement import (
     head_norms,
     is_replicated,
 )
-from lightning_boost.tensor_parallel.swap import own_rows, put, swap_head, swap_heads
+from lightning_boost.tensor_parallel.swap import own_rows, put, swap_crossings, swap_head, swap_heads
 from lightning_boost.tensor_parallel.ungrouped import UngroupedNorm, UngroupedProjection
 from lightning_boost.tensor_parallel.vocabulary import VocabularyParallelEmbedding
 
@@ -88,8 +87,7 @@ class BottleneckScheme:
                 else:
                     twin = BottleneckParallelLinear(module, group, lone.chunk)
                 put(layer, lone.projection, twin)
-            for name, crossing in decoder.crossings(layer).items():
-                set_module(layer, name, ReplicatedCrossing(crossing))
+            swap_crossings(decoder, layer)
             swap_heads(decoder, layer, group)
         embedding, final_norm = decoder.part(layout.embedding), decoder.part(layout.final_norm)
         assert isinstance(embedding, Embedding)

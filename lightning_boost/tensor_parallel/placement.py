@@ -65,19 +65,6 @@ def check_kind(decoder: Decoder, scheme: str, *, needs_pairs: bool) -> None:
                 )
 
 
-def check_no_crossing(decoder: Decoder, scheme: str) -> None:
-    """Check that latents do not cross from layer to layer.
-
-    Raises:
-        ValueError: If they do.
-    """
-    if any(decoder.crossings(layer) for layer in decoder.layers.values()):
-        raise ValueError(
-            f"low_rank.kind ('lax') must be 'svd' or 'cola' with scheme {scheme!r}, which splits latents over"
-            " processes: their gates and norms need them whole. Leave scheme at 'auto'."
-        )
-
-
 def ends(decoder: Decoder, *, norm: Placement) -> Placements:
     """Return the placements outside the layers; a weight that embedding and head share is split as the head's."""
     layout = decoder.layout

@@ -6,7 +6,7 @@ from lightning_boost.collectives import group_index, group_size
 from lightning_boost.layout import Decoder
 from lightning_boost.model.factor_pair import JOINED
 from lightning_boost.model.initialization import set_module
-from lightning_boost.tensor_parallel.bottleneck import FactorPair
+from lightning_boost.tensor_parallel.bottleneck import FactorPair, ReplicatedCrossing
 from lightning_boost.tensor_parallel.check import norm_eps
 from lightning_boost.tensor_parallel.dense import Rows
 from lightning_boost.tensor_parallel.full_rank import GatheredEmbedding, ReplicatedNorm
@@ -41,6 +41,12 @@ def put(layer: Module, name: str, twin: Module) -> None:
     assert isinstance(twin, FactorPair)
     set_module(layer, down, DownPlace(twin, down.rpartition(".")[2]))
     set_module(layer, up, UpPlace(twin, up.rpartition(".")[2]))
+
+
+def swap_crossings(decoder: Decoder, layer: Module) -> None:
+    """Swap what latents go through on their way into a layer."""
+    for name, crossing in decoder.crossings(layer).items():
+        set_module(layer, name, ReplicatedCrossing(crossing))
 
 
 def swap_heads(decoder: Decoder, layer: Module, group: str) -> None:

@@ -15,14 +15,21 @@ from lightning_boost.tensor_parallel.placement import (
     WHOLE,
     Placements,
     check_kind,
-    check_no_crossing,
     check_parts,
+    crossings,
     ends,
     head_norms,
     is_replicated,
     split_projections,
 )
-from lightning_boost.tensor_parallel.swap import own_rows, put, swap_head_norms, swap_heads, swap_whole_ends
+from lightning_boost.tensor_parallel.swap import (
+    own_rows,
+    put,
+    swap_crossings,
+    swap_head_norms,
+    swap_heads,
+    swap_whole_ends,
+)
 from lightning_boost.tensor_parallel.vanilla import VanillaLinear, VanillaMember, VanillaNorm
 
 
@@ -41,7 +48,6 @@ class VanillaScheme:
     def check(self, decoder: Decoder) -> None:
         """Check that projections are factor pairs and norms RMSNorms."""
         check_kind(decoder, self.name, needs_pairs=True)
-        check_no_crossing(decoder, self.name)
         check_parts(decoder, self.placements(decoder, 2))
 
     def placements(self, decoder: Decoder, size: int) -> Placements:
@@ -59,6 +65,7 @@ class VanillaScheme:
                     table[path + names.factor_b] = Shard(1 - names.out_dim)
                     table[path + names.bias] = self._bias(decoder, name, size)
             table |= head_norms(decoder, layer_name, layer)
+            table |= crossings(decoder, layer_name, layer)
         return table
 
     def _bias(self, decoder: Decoder, name: str, size: int) -> Placement:
@@ -74,6 +81,7 @@ class VanillaScheme:
             for lone in decoder.layout.lone_projections:
                 module = projection_of(layer, lone.projection)
                 put(layer, lone.projection, VanillaLinear(module, group, lone.chunk, is_sharded=self.is_sharded))
+            swap_crossings(decoder, layer)
             if self.is_sharded:
                 swap_heads(decoder, layer, group)
             else:

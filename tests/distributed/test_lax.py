@@ -6,14 +6,23 @@ import torch.distributed as dist
 
 from lightning_boost import gradients
 from lightning_boost.collectives import count_collectives
-from lightning_boost.gradients import global_gradient_norm
+from lightning_boost.cost import TensorAxis, add_up, layer_moves
+from lightning_boost.gradients import clip_gradients_by_norm, global_gradient_norm
 from lightning_boost.mesh import DATA_AXIS
 from lightning_boost.model.crossing import Crossing, LayerLatents
 from lightning_boost.model.llama import CrossingDecoderLayer
 from lightning_boost.parity import check_parity
 from lightning_boost.recompute import RecomputeOptions
 from lightning_boost.tensor_parallel.bottleneck import ReplicatedCrossing
-from tests.models import gradient_errors, masked_batch, one_process_model, parallel_model, small_config
+from tests.models import (
+    gradient_errors,
+    masked_batch,
+    one_process_model,
+    parallel_model,
+    relative_error,
+    small_config,
+    whole,
+)
 from tests.processes import run_processes
 from tests.recomputed import BLOCK, CHUNKS, LOW_RANK, MIXED, SHARDED, recomputed_model
 
@@ -75,13 +84,33 @@ def test_ungrouped_projections_cross_as_well():
 
 
 @pytest.mark.parametrize("scheme", ["vanilla", "vanilla_sharded"])
-def test_schemes_that_split_latents_are_refused(scheme):
-    with pytest.raises(ValueError, match=rf"kind \('lax'\) must be 'svd' or 'cola' with scheme '{scheme}'"):
-        check_parity(lax(), tensor_parallel_size=2, num_processes=2, scheme=scheme)
+@pytest.mark.parametrize("form", ["tensor", "linear, uneven bottlenecks", "some projections"])
+def test_latents_that_are_split_are_gathered_to_cross(form, scheme):
+    for errors in run_processes(_errors, 2, lax(form), scheme):
+        assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
 
 
-def _counts(config):
-    model = parallel_model(config, dist.get_world_size())
+@pytest.mark.parametrize("scheme", ["vanilla", "vanilla_sharded"])
+def test_the_gathers_are_those_of_the_formula(scheme):
+    """7 all-gathers of 8 of 15 features more in each pass of a block."""
+    config, tokens = lax(), 4 * 12
+    axis = TensorAxis(size=2, gemm_columns=8, stream_columns=8)
+    moves = [move for layer in range(3) for move in layer_moves(config, layer, axis, scheme=scheme)]
+    plain = run_processes(_counts, 2, small_config(num_hidden_layers=3), scheme)
+    for counted, before in zip(run_processes(_counts, 2, config, scheme), plain, strict=True):
+        expected = {key: (volume.launches, volume.values) for key, volume in add_up(moves, tokens).items()}
+        assert {key: value for key, value in counted.items() if key[1] in CHUNKS} == expected
+        for pass_ in ("forward", "backward"):
+            more = [
+                sum(value[part] for key, value in counts.items() if key[0] == "all_gather" and key[2] == pass_)
+                for counts in (counted, before)
+                for part in (0, 1)
+            ]
+            assert (more[0] - more[2], more[1] - more[3]) == (3 * 7, 3 * 7 * 8 * tokens)
+
+
+def _counts(config, scheme="auto"):
+    model = parallel_model(config, dist.get_world_size(), scheme=scheme)
     with count_collectives() as log:
         model(**masked_batch(config.vocab_size)).backward()
     return {tuple(key): (traffic.launches, traffic.values) for key, traffic in log.traffic.items()}
@@ -107,6 +136,31 @@ def test_training_is_that_of_one_process(gate, size):
     """Two layers: with three, one process in fp32 is as far from one in fp64 as 1e-5 after three steps."""
     report = run_processes(_report, size, lax(gate, num_hidden_layers=2))[0]
     assert report.passed, report
+
+
+def _changes(model):
+    """Return what three clipped steps of AdamW change of each weight, whole."""
+    start = {name: whole(each).clone() for name, each in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(**masked_batch(131)).backward()
+        clip_gradients_by_norm(model.parameters(), 0.5)
+        optimizer.step()
+    return {name: whole(each) - start[name] for name, each in model.named_parameters()}
+
+
+def _change_errors(config):
+    models = one_process_model(config, torch.float64), parallel_model(config, dist.get_world_size(), torch.float64)
+    expected, found = map(_changes, models)
+    return {name: relative_error(found[name], change) for name, change in expected.items()}
+
+
+@pytest.mark.parametrize("gate", ["identity", "linear", "tensor"])
+def test_in_fp64_training_is_that_of_one_process_to_its_rounding(gate):
+    """Three layers, and heads of a size of their own, where fp32 is noisiest."""
+    for errors in run_processes(_change_errors, 2, lax(gate, head_dim=12)):
+        assert max(errors.values()) < 1e-6, max(errors.items(), key=lambda item: item[1])
 
 
 @pytest.mark.parametrize("data_axis", ["replicate", "shard"])
@@ -150,7 +204,12 @@ def _recomputed(config, kinds, sizes):
 
 @pytest.mark.parametrize(
     ("processes", "sizes"),
-    [(1, {}), (2, {"tensor": 2}), (2, {"data": 2, "data_axis": "shard"})],
+    [
+        (1, {}),
+        (2, {"tensor": 2}),
+        (2, {"tensor": 2, "scheme": "vanilla"}),
+        (2, {"data": 2, "data_axis": "shard"}),
+    ],
 )
 @pytest.mark.parametrize("form", ["tensor", "linear, uneven bottlenecks"])
 def test_gradients_with_recompute_are_bit_equal(form, processes, sizes):

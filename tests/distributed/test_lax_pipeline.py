@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_boost.collectives import count_collectives
+from lightning_boost.cost import TensorAxis, add_up, border_moves
 from lightning_boost.mesh import DATA_AXIS
 from lightning_boost.model.crossing import LayerLatents
 from lightning_boost.pipeline_parallel import latents
 from lightning_boost.recompute import RecomputeOptions
+from tests.distributed import test_pipeline_trainer
 from tests.distributed.test_lax import UNEVEN, lax
 from tests.distributed.test_pipeline import _evaluated, _Traffic
 from tests.models import gradient_errors, masked_batch, one_process_model
@@ -101,6 +103,44 @@ def test_losses_and_logits_without_gradients(tensor):
         assert logits < 1e-4
 
 
+def _loss_under_autocast(config, sizes):
+    batch = masked_batch(config.vocab_size, rows=8, tokens=11)
+    reference, (model, _) = one_process_model(config), recomputed_model(config, NO_RECOMPUTE, **sizes)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, loss = reference(**batch), model(**batch)
+    expected.backward()
+    loss.backward()
+    return loss.item(), expected.item(), max(gradient_errors(model, reference, is_stage=True).values())
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_under_autocast_latents_cross_in_its_dtype(tensor):
+    config, sizes = lax(num_hidden_layers=4), {"pipeline": 2, "tensor": tensor}
+    for loss, expected, error in run_processes(_loss_under_autocast, 2 * tensor, config, sizes):
+        assert loss == pytest.approx(expected, rel=2e-3)
+        assert error < 0.2
+
+
+def _fit(*arguments):
+    test_pipeline_trainer.CONFIG = lax()
+    return test_pipeline_trainer._fit(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("saved_on", "loaded_on"),
+    [
+        ("tensor 2, pipeline 2", "one process"),
+        pytest.param("one process", "tensor 2, pipeline 2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_goes_on_on_another_layout(tmp_path, saved_on, loaded_on):
+    uninterrupted = run_processes(_fit, 1, tmp_path / "whole.ckpt", "one process", 4, False)[0]
+    processes = {"one process": 1, "tensor 2, pipeline 2": 4}
+    run_processes(_fit, processes[saved_on], tmp_path / "half.ckpt", saved_on, 2, False)
+    for losses in run_processes(_fit, processes[loaded_on], tmp_path / "half.ckpt", loaded_on, 4, True):
+        assert losses == pytest.approx(uninterrupted[4:], rel=1e-5)
+
+
 def _traffic(config, sizes, options):
     batch = masked_batch(config.vocab_size, rows=8, tokens=11)
     model, _ = recomputed_model(config, NO_RECOMPUTE, options=options, **sizes)
@@ -135,6 +175,10 @@ def test_a_border_carries_a_share_of_the_latents_beside_the_hidden_stream(tensor
             for pass_, count in counts.items()
             if count and tensor > 1
         }
+        layers = range(is_last, 4, 2) if options else range(2 * is_last, 2 * is_last + 2)
+        axis = TensorAxis(size=tensor, gemm_columns=8, stream_columns=8)
+        formula = add_up(border_moves(config, axis, layers, 22), 22)
+        assert tensor == 1 or gathers == {key: (4 * each.launches, 4 * each.values) for key, each in formula.items()}
 
 
 # ---- planted defects

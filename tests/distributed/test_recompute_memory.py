@@ -41,6 +41,8 @@ def _values_kept(config, recompute, size):
         ("cola", WITH_ATTENTION, {1: 7 * 15 + 64 + 72, 2: 7 * 15 + 2 + 32 + 36, 4: 7 * 15 + 2 + 16 + 18}),
         ("cola", SHARDED, {1: 7 * 15 + 64, 2: 7 * 15 / 2 + 2 + 32, 4: 7 * 15 / 4 + 2 + 16}),
         ("cola", BLOCK, {1: 64, 2: 32, 4: 16}),
+        ("lax", LOW_RANK, {1: 14 * 15 + 64, 2: 14 * 15 + 2 + 32, 4: 14 * 15 + 2 + 16}),
+        ("lax", SHARDED, {1: 14 * 15 + 64, 2: 10.5 * 15 + 2 + 32, 4: 8.75 * 15 + 2 + 16}),
         ("cola", RecomputeOptions(), {1: 1376, 2: 666, 4: 439}),
         ("full_rank", LOW_RANK, {1: 64, 2: 3 * 64, 4: 3 * 64}),
     ],
@@ -64,6 +66,8 @@ DENSE = {"other_bottleneck_sizes": {"q_proj": "dense", "down_proj": "dense", "up
         ),
         *(({"kind": "full_rank"}, options) for options in (LOW_RANK, SHARDED, BLOCK)),
         *((DENSE, options) for options in (LOW_RANK, SHARDED)),
+        *((DENSE | {"kind": "lax"}, options) for options in (LOW_RANK, SHARDED, BLOCK)),
+        ({"kind": "lax", "crossing_projections": ["v_proj", "down_proj"]}, LOW_RANK),
     ],
 )
 def test_what_a_block_keeps_is_what_the_formula_says(low_rank, options):

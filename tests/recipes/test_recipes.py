@@ -35,6 +35,7 @@ MODELS = sorted((RECIPES / "model").glob("*.yaml"))
 LAYOUTS = sorted((RECIPES / "parallel").glob("*.yaml"))
 PRETRAIN = sorted((RECIPES / "pretrain").glob("*.yaml"))
 ANSWERS = RECIPES / "finetune" / "answers.yaml"
+LAX = RECIPES / "low_rank" / "lax.yaml"
 LOGGERS = sorted((RECIPES / "loggers").glob("*.yaml"))
 SEQUENCES, TOKENS = 512, 256
 """Of a step of CoLA's published runs, and of a sequence."""
@@ -261,6 +262,21 @@ def test_a_layout_for_cpus_trains(tmp_path, layout):
         "--trainer.num_sanity_val_steps=0",
         "--trainer.limit_val_batches=1",
         "--model.config.num_hidden_layers=2",
+    )
+
+
+def test_latents_cross_in_the_quickstart(tmp_path):
+    composed = _composed(QUICKSTART, LAX)
+    assert _model_config(composed).low_rank == LowRankConfig(kind="lax", bottleneck_size=64)
+    _fit(
+        tmp_path,
+        f"--config={QUICKSTART}",
+        f"--config={LAX}",
+        "--trainer.max_steps=2",
+        "--trainer.limit_val_batches=1",
+        "--trainer.val_check_interval=2",
+        "--model.config.num_hidden_layers=2",
+        "--data.sequence_length=32",
     )
 
 

@@ -114,7 +114,14 @@ def test_recompute_keeps_less_and_its_collectives_are_counted(capfd):
 @pytest.mark.usefixtures("warm")
 def test_kinds_are_measured_beside_one_another(capfd):
     shown = _run(capfd, "kinds", "--repetitions=2", *TINY)
-    for row in ("svd, vanilla / svd, bottleneck", "cola, vanilla / cola, bottleneck", "2.24", "2.28"):
+    for row in (
+        "svd, vanilla / svd, bottleneck",
+        "cola, vanilla / cola, bottleneck",
+        "lax, bottleneck / svd, bottleneck",
+        "2.24",
+        "2.28",
+        "1.07",
+    ):
         assert row in shown
 
 

@@ -16,7 +16,7 @@ from lightning_boost.config import RopeScaling, structure
 from lightning_boost.interchange.source import open_model
 from lightning_boost.model.llama import LlamaForCausalLM
 from tests.checkpoints import CHECKPOINTS, DATA, expected, same_tensors, tensors_of, write_model
-from tests.models import small_config
+from tests.models import one_process_model, small_config
 
 GIB = 2**30
 LAST_CHECKPOINT = "runs/finetune/checkpoints/last.ckpt"
@@ -168,6 +168,22 @@ def test_options_of_training_are_told_where_they_are_left_out(tmp_path):
     assert _convert(written, tmp_path / "b", "cola").left_out == ["hidden_dropout 0.25"]
 
 
+@pytest.mark.parametrize("gate", ["identity", "linear", "tensor"])
+def test_latents_go_on_crossing(tmp_path, gate):
+    """In this package's own format, and what is tried before and after are whole models that cross."""
+    config = small_config(num_hidden_layers=3, low_rank={"kind": "lax", "crossing_gate": gate})
+    written = write_model(tmp_path / "own", config)
+    again = _convert(written, tmp_path / "again", "boost")
+    assert same_tensors(tmp_path / "again", written)
+    found = open_model(tmp_path / "again")
+    assert found.config == config
+    assert again.max_logit_difference == 0.0
+    model = one_process_model(config)
+    model.load_state_dict(tensors_of(written))
+    tokens = torch.randint(config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(again.after.logits, model(tokens).detach())
+
+
 # ---- what a format cannot hold
 
 
@@ -182,6 +198,14 @@ def test_options_of_training_are_told_where_they_are_left_out(tmp_path):
         (FEW_HEADS, "cola", "cola cannot hold 2 key/value heads for 8 attention heads"),
         (MODELS["mixed"][0], "svd_llm", "svd_llm cannot hold dense projections, of which this model has 2"),
         ({"low_rank": {"kind": "svd", "keep_outer_activation": False}}, "asvd", "without the MLP's outer activation"),
+        *(
+            (
+                {"low_rank": {"kind": "lax", "crossing_base": "svd"}},
+                to,
+                f"{to} cannot hold a model of kind 'lax', whose",
+            )
+            for to in ("cola", "cola_m", "svd_llm", "asvd", "hf_dense")
+        ),
     ],
 )
 def test_what_a_format_cannot_hold_is_named(tmp_path, options, to, message):

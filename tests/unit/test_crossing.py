@@ -1,14 +1,17 @@
 """Latent crossing on one process: gates, what is given on, and what is refused."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch.nn.functional import layer_norm, silu
 
+from lightning_boost.benchmark.paper import BOOST_7B
 from lightning_boost.config import PROJECTIONS, LlamaConfig, LowRankConfig, llama_config, structure
+from lightning_boost.cost.parameters import count_parameters, gate_parameters
 from lightning_boost.model.cache import KeyValueCache
-from lightning_boost.model.crossing import Crossing, LinearGate, TensorGate, gate_parameters
+from lightning_boost.model.crossing import Crossing, LinearGate, TensorGate
 from lightning_boost.model.generation import generate
 from lightning_boost.model.initialization import initialize
 from tests.models import masked_batch, meta_model, one_process_model, small_config
@@ -81,9 +84,16 @@ def test_a_projection_reads_the_latent_of_the_layer_before(gate, base):
 @pytest.mark.parametrize("gate", GATES)
 def test_parameters_are_those_of_the_base_and_of_the_crossings(gate):
     config, base = lax(crossing_gate=gate), small_config(num_hidden_layers=3)
+    assert count_parameters(config) - count_parameters(base) == 2 * 7 * (2 * 15 + gate_parameters(15, 15, gate))
     counts = [sum(each.numel() for each in meta_model(every).parameters()) for every in (config, base)]
     norm = 2 * 15
     assert counts[0] - counts[1] == 2 * 7 * (norm + gate_parameters(15, 15, gate))
+
+
+@pytest.mark.parametrize(("gate", "parameters"), [("tensor", 888_832), ("linear", 228_207_616)])
+def test_parameters_in_a_model_of_7b_are_those_of_the_page(gate, parameters):
+    low_rank = LowRankConfig(kind="lax", crossing_gate=gate, bottleneck_size=1024)
+    assert count_parameters(replace(BOOST_7B, low_rank=low_rank)) - count_parameters(BOOST_7B) == parameters
 
 
 def test_gates_and_norms_start_as_documented():

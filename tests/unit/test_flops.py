@@ -21,6 +21,10 @@ MODELS = {
         "low_rank": {"other_bottleneck_sizes": {"q_proj": "dense", "layers.1.down_proj": "dense", "up_proj": 11}}
     },
     "grouped queries": {"num_key_value_heads": 2},
+    "lax": {"low_rank": {"kind": "lax"}},
+    "lax, linear, uneven": {
+        "low_rank": {"kind": "lax", "crossing_gate": "linear", "other_bottleneck_sizes": {"layers.0": 11}}
+    },
     "heads of their own size, tied": {"head_dim": 12, "tie_word_embeddings": True},
 }
 
