@@ -52,7 +52,16 @@ def measure_block(sizes: BlockSizes, *, num_processes: int, repetitions: int, de
 
 
 def measure_peers(sizes: BlockSizes, *, num_processes: int, repetitions: int, device: Device = "cpu") -> Report | None:
-    """Time the block beside the same one under torch's tensor parallelism; arguments as of ``measure_block``."""
+    """Time the block beside the same one under torch's tensor parallelism; arguments as of ``measure_block``.
+
+    Raises:
+        ValueError: Also if processes do not divide the bottleneck, which torch's plan splits.
+    """
+    if num_processes > 0 and sizes.bottleneck_size % num_processes:
+        raise ValueError(
+            f"sizes.bottleneck_size ({sizes.bottleneck_size}) must be a multiple of processes ({num_processes}):"
+            " torch's plan splits the bottleneck, into equal parts only."
+        )
     return _measure(peer_steps, [("peers", "bottleneck")], {}, sizes, num_processes, repetitions, device)
 
 

@@ -102,8 +102,10 @@ def check_sizes(sizes: BlockSizes, num_processes: int) -> None:
     """Check that processes can share a block, before any is started.
 
     Raises:
-        ValueError: If they cannot.
+        ValueError: If there are none, or they cannot.
     """
+    if num_processes < 1:
+        raise ValueError(f"processes ({num_processes}) must be at least 1.")
     for kind in {candidate.kind for candidate in SCHEMES.values()}:
         check_tensor_size(find_decoder(make_model(block_config(sizes, kind), DTYPES[sizes.dtype])), num_processes)
 

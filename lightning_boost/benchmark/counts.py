@@ -132,7 +132,7 @@ def parameters_per_process(config: LlamaConfig, candidate: Candidate, tensor_par
 def mlp_intensity(config: LlamaConfig, scheme: str, tensor_parallel_size: int, num_tokens: int) -> float:
     """Return FLOPs per byte of the GEMMs of one projection into the MLP; bf16, every operand read or written once."""
     hidden, features = config.hidden_size, config.intermediate_size
-    size = config.bottleneck_size_of(0, "up_proj") or 0
+    size = with_kind(config, "cola").bottleneck_size_of(0, "up_proj") or 0
     forms: dict[str, list[tuple[float, float]]] = {
         "full_rank": [(hidden, features / tensor_parallel_size)],
         "vanilla": [(hidden, size / tensor_parallel_size), (size / tensor_parallel_size, features)],
@@ -148,10 +148,11 @@ def check_shares(config: LlamaConfig, tensor_parallel_size: int, num_tokens: int
     """Check that there is something to count.
 
     Raises:
-        ValueError: If the tokens are fewer than one, or the processes cannot share the model.
+        ValueError: If the tokens or the processes are fewer than one, or these cannot share the model.
     """
-    if num_tokens < 1:
-        raise ValueError(f"tokens ({num_tokens}) must be at least 1.")
+    for name, value in {"tokens": num_tokens, "tensor_parallel_size": tensor_parallel_size}.items():
+        if value < 1:
+            raise ValueError(f"{name} ({value}) must be at least 1.")
     check_tensor_size(find_decoder(make_model(config, torch.bfloat16)), tensor_parallel_size)
 
 
@@ -164,7 +165,7 @@ def measure_counts(config: LlamaConfig, *, tensor_parallel_size: int, num_tokens
         num_tokens: For which bytes and FLOPs are given.
 
     Raises:
-        ValueError: If the tokens are fewer than one, or the processes cannot share the model.
+        ValueError: If the tokens or the processes are fewer than one, or these cannot share the model.
     """
     check_shares(config, tensor_parallel_size, num_tokens)
     counts = {

@@ -209,7 +209,7 @@ def measure_memory(config: LlamaConfig, *, tensor_parallel_size: int, num_tokens
         num_tokens: Of a micro-batch.
 
     Raises:
-        ValueError: If the tokens are fewer than one, or the processes cannot share the model.
+        ValueError: If the tokens or the processes are fewer than one, or these cannot share the model.
     """
     check_shares(config, tensor_parallel_size, num_tokens)
     found = count_memory(config, WAYS, tensor_parallel_size=tensor_parallel_size, num_tokens=num_tokens)

@@ -27,7 +27,7 @@ NUM_LAYERS = 4
 VOCAB_SIZE = 2048
 
 
-def measure_strategy(sizes: BlockSizes, *, num_processes: int, repetitions: int, warmup: int = 3) -> Report:
+def measure_strategy(sizes: BlockSizes, *, num_processes: int, repetitions: int, warmup: int = 3) -> Report | None:
     """Time a Trainer's steps, and between them those of a loop around a second model of the same kind.
 
     Args:
@@ -35,6 +35,9 @@ def measure_strategy(sizes: BlockSizes, *, num_processes: int, repetitions: int,
         num_processes: Tensor size; a core for each.
         repetitions: Steps of each.
         warmup: Steps before, not measured.
+
+    Returns:
+        The report; ``None`` on processes of torchrun other than 0.
 
     Raises:
         ValueError: If there are fewer cores than processes, fewer than two repetitions, or sizes that the processes
@@ -44,6 +47,8 @@ def measure_strategy(sizes: BlockSizes, *, num_processes: int, repetitions: int,
     check_sizes(sizes, num_processes)
     with contextlib.redirect_stdout(sys.stderr):
         found = run_pinned(_measure, num_processes, vars(sizes), repetitions, warmup)
+    if found is None:
+        return None
     times = {name: Timings(*pair) for name, pair in zip(("Trainer", "loop"), found, strict=True)}
     title = f"a training step of {NUM_LAYERS} layers: {sizes.described(num_processes)}"
     return compare(title, times, [("Trainer", "loop")], figures={"sizes": {**vars(sizes), "processes": num_processes}})

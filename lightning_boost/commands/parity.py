@@ -160,7 +160,7 @@ def parity(
     if json:
         print(json_format.dumps(report.as_dict()))
     else:
-        _show(report, kind if scheme == "auto" else f"{kind}, {scheme}")
+        _show(report, _named(kind, scheme))
     return 0 if report.passed else 1
 
 
@@ -181,6 +181,10 @@ def model_config(
         low_rank |= {"crossing_base": crossing_base, "crossing_gate": "linear" if shape == "uneven" else crossing_gate}
     sizes: dict[str, Any] = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 173, "num_hidden_layers": 3}
     return LlamaConfig(**sizes, num_attention_heads=8, low_rank=LowRankConfig(**low_rank), **options)
+
+
+def _named(kind: str, scheme: SchemeName) -> str:
+    return kind if scheme == "auto" else f"{kind}, {scheme}"
 
 
 def _show(report: ParityReport, model: str) -> None:
@@ -219,7 +223,7 @@ def _matrix(kind: LowRankKind, precision: str, steps: int, json: bool, scheme: S
     if json:
         print(json_format.dumps({"passed": passed, "shapes": reports}))
     else:
-        _show_matrix(f"{kind}, {precision}: worst relative error of a gradient", reports, passed)
+        _show_matrix(f"{_named(kind, scheme)}, {precision}: worst relative error of a gradient", reports, passed)
     return 0 if passed else 1
 
 

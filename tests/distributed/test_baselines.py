@@ -4,6 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_boost.collectives import count_collectives
+from lightning_boost.commands import parity
 from lightning_boost.layout import find_decoder
 from lightning_boost.parity import check_parity
 from lightning_boost.strategy.boost import BoostParallelStrategy
@@ -190,3 +191,12 @@ def test_a_model_that_a_scheme_is_not_for_is_refused(scheme, low_rank, message):
 def test_an_unknown_scheme_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"scheme \('megatron'\) must be one of 'auto', 'bottleneck'"):
         BoostParallelStrategy(scheme="megatron")
+
+
+def test_the_matrix_of_a_scheme_leaves_out_what_it_is_not_for_and_names_it(monkeypatch, capsys):
+    passed = {"passed": True, "worst_gradient_relative_error": 1e-7, "worst_weight_relative_error": 1e-7}
+    shapes = []
+    monkeypatch.setattr(parity, "_run_cell", lambda _, shape, *__: shapes.append(shape) or passed)
+    assert parity.parity(matrix=True, scheme="vanilla") == 0
+    assert set(shapes) == parity.SHAPES.keys() - {"mixed"}
+    assert "cola, vanilla, 32-true: worst relative error of a gradient" in capsys.readouterr().out

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_boost.benchmark import block, communication, iteration, numerics, recompute, statistic
+from lightning_boost.benchmark import block, communication, iteration, numerics, recompute, statistic, strategy
 from lightning_boost.benchmark.block import measure_block
 from lightning_boost.benchmark.blocks import SCHEMES, BlockSizes
 from lightning_boost.benchmark.counts import count_block, mlp_intensity, parameters_per_process
@@ -184,6 +184,13 @@ def test_counts_are_shown_beside_the_paper_s(capfd):
     assert "values forward, vanilla over full_rank: 5.19 (paper 5.19)" in shown
 
 
+def test_a_full_rank_model_is_counted_beside_its_low_rank_forms(capfd):
+    small = ["--config.hidden_size=64", "--config.intermediate_size=172", "--config.num_attention_heads=4"]
+    small += ["--config.num_hidden_layers=2", "--config.vocab_size=100", "--config.low_rank.bottleneck_size=16"]
+    found = [_figures(capfd, "counts", *small, f"--config.low_rank.kind={kind}") for kind in ("full_rank", "cola")]
+    assert found[0] == found[1]
+
+
 # ---- communication
 
 
@@ -351,6 +358,7 @@ def test_numerics_that_cannot_be_measured_are_refused(options, message, capfd):
             {"num_processes": 10_000, "hidden_size": 20_000, "num_attention_heads": 10_000},
             "10000 processes need a core each",
         ),
+        ({"num_processes": 0}, r"processes \(0\) must be at least 1"),
         ({"num_processes": 1, "repetitions": 1}, r"repetitions \(1\) must be at least 2"),
         (
             {"num_processes": 3, "repetitions": 3},
@@ -366,3 +374,13 @@ def test_what_cannot_be_measured_is_refused(options, message):
     sizes = {name: value for name, value in options.items() if name not in how}
     with pytest.raises(ValueError, match=message):
         measure_block(BlockSizes(**sizes), **{**how, **{name: options[name] for name in how if name in options}})
+
+
+def test_torch_s_plan_is_refused_a_bottleneck_that_it_cannot_split():
+    with pytest.raises(ValueError, match=r"sizes.bottleneck_size \(7\) must be a multiple of processes \(2\)"):
+        block.measure_peers(BlockSizes(bottleneck_size=7), num_processes=2, repetitions=2)
+
+
+def test_a_process_of_torchrun_other_than_0_has_no_report_of_the_trainer_s_step(monkeypatch):
+    monkeypatch.setattr(strategy, "run_pinned", lambda *_: None)
+    assert strategy.measure_strategy(BlockSizes(), num_processes=2, repetitions=2) is None

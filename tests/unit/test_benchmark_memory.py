@@ -96,7 +96,12 @@ def test_memory_is_shown_and_beside_the_paper_s_where_that_is_the_same_model(cap
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [("--tokens=0", "tokens (0) must be at least 1"), ("--tensor_parallel_size=5", "legal sizes: 1, 2, 4")],
+    [
+        ("--tokens=0", "tokens (0) must be at least 1"),
+        ("--tensor_parallel_size=0", "tensor_parallel_size (0) must be at least 1"),
+        ("--tensor_parallel_size=-2", "tensor_parallel_size (-2) must be at least 1"),
+        ("--tensor_parallel_size=5", "legal sizes: 1, 2, 4"),
+    ],
 )
 def test_what_cannot_be_counted_is_refused(option, message, capfd):
     with pytest.raises(SystemExit) as exit_info:
