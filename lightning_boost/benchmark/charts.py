@@ -17,7 +17,7 @@ def check_output(directory: str | None) -> None:
     """Check, before anything is measured, that charts can be written.
 
     Raises:
-        ValueError: If the extra for them is not installed, or the directory is a file.
+        ValueError: If the extra for them is not installed, or the directory cannot be made.
     """
     if directory is None:
         return
@@ -26,8 +26,12 @@ def check_output(directory: str | None) -> None:
             "output needs matplotlib for its charts, which the extra 'charts' brings: pip install -e '.[charts]'. Leave"
             " output out for the table alone."
         )
-    if Path(directory).exists() and not Path(directory).is_dir():
-        raise ValueError(f"output ({directory}) must be a directory, and is a file.")
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"output ({directory}) must be a directory, and cannot be made one: {error.strerror}."
+        ) from None
 
 
 def table_of(report: Report) -> Table:

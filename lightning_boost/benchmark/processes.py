@@ -23,6 +23,19 @@ def is_under_torchrun() -> bool:
     return dist.is_torchelastic_launched()
 
 
+def check_alone(what: str) -> None:
+    """Check that a benchmark that needs no peers, or starts its own, is not run by several processes.
+
+    Raises:
+        ValueError: If torchrun has started this one.
+    """
+    if is_under_torchrun():
+        raise ValueError(
+            f"benchmark {what} must not be run by torchrun, whose processes would each do all of it: start it with"
+            " python -m lightning_boost."
+        )
+
+
 def run_pinned(function: Callable[..., Any], num_processes: int, *args: Any, device: Device = "cpu") -> Any:
     """Run ``function(device, *args)`` in processes that share a group; return what process 0 gives.
 
@@ -43,7 +56,9 @@ def run_pinned(function: Callable[..., Any], num_processes: int, *args: Any, dev
     if is_under_torchrun():
         return _run_under_torchrun(function, num_processes, cores, device, args)
     if cores and len(cores) < num_processes:
-        raise ValueError(f"{num_processes} processes need a core each, and this machine has {len(cores)}.")
+        raise ValueError(
+            f"processes ({num_processes}) must be at most {len(cores)}, the cores of this machine: one for each."
+        )
     _check_gpus(device, num_processes)
     return _run(function, num_processes, cores, device, args)
 

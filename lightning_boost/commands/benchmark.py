@@ -17,7 +17,7 @@ from lightning_boost.benchmark.memory import PAPER_TENSOR_SIZE, measure_memory
 from lightning_boost.benchmark.memory import PAPER_TOKENS as PAPER_TOKENS_OF_MEMORY
 from lightning_boost.benchmark.numerics import PAPER_PROCESSES, PAPER_TOKENS, measure_numerics
 from lightning_boost.benchmark.paper import BOOST_7B
-from lightning_boost.benchmark.processes import Device
+from lightning_boost.benchmark.processes import Device, check_alone
 from lightning_boost.benchmark.recompute import measure_recompute
 from lightning_boost.benchmark.report import Report
 from lightning_boost.benchmark.statistic import measure_statistic
@@ -121,6 +121,7 @@ def counts(
         json: Whether the last line of standard output is one JSON object.
         output: Directory for the table, its figures and charts.
     """
+    check_alone("counts")
     check_output(output)
     report = measure_counts(config, tensor_parallel_size=tensor_parallel_size, num_tokens=tokens)
     return _show("counts", report, json, output)
@@ -143,6 +144,7 @@ def numerics(
         json: Whether the last line of standard output is one JSON object.
         output: Directory for the table, its figures and charts.
     """
+    check_alone("numerics")
     check_output(output)
     report = measure_numerics(num_tokens=tokens, num_processes=processes, num_draws=repetitions)
     return _show("numerics", report, json, output)
@@ -165,6 +167,7 @@ def memory(
         json: Whether the last line of standard output is one JSON object.
         output: Directory for the table, its figures and charts.
     """
+    check_alone("memory")
     check_output(output)
     report = measure_memory(config, tensor_parallel_size=tensor_parallel_size, num_tokens=tokens)
     return _show("memory", report, json, output)
@@ -185,6 +188,7 @@ def statistic(
         json: Whether the last line of standard output is one JSON object.
         output: Directory for the table, its figures and charts.
     """
+    check_alone("statistic")
     check_output(output)
     report = measure_statistic(num_tokens=tokens, num_processes=processes)
     return _show("statistic", report, json, output)

@@ -282,6 +282,23 @@ def test_charts_that_cannot_be_drawn_are_told_before_anything_is_measured(monkey
     assert "output needs matplotlib" in capfd.readouterr().err
 
 
+def test_a_directory_that_cannot_be_made_is_told_before_anything_is_measured(capfd, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as exit_info:
+        main(["benchmark", "block", f"--output={tmp_path / 'file' / 'charts'}"])
+    assert exit_info.value.code == 2
+    assert "must be a directory, and cannot be made one: Not a directory" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["counts", "numerics", "statistic", "memory"])
+def test_what_needs_no_peers_is_refused_under_torchrun(what, monkeypatch, capfd):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(SystemExit) as exit_info:
+        main(["benchmark", what])
+    assert exit_info.value.code == 2
+    assert f"benchmark {what} must not be run by torchrun" in capfd.readouterr().err
+
+
 # ---- numerics
 
 
@@ -356,7 +373,7 @@ def test_numerics_that_cannot_be_measured_are_refused(options, message, capfd):
     [
         (
             {"num_processes": 10_000, "hidden_size": 20_000, "num_attention_heads": 10_000},
-            "10000 processes need a core each",
+            r"processes \(10000\) must be at most \d+, the cores of this machine",
         ),
         ({"num_processes": 0}, r"processes \(0\) must be at least 1"),
         ({"num_processes": 1, "repetitions": 1}, r"repetitions \(1\) must be at least 2"),
