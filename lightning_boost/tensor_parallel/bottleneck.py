@@ -357,8 +357,9 @@ def activate(z: Tensor, pairs: Sequence[FactorPair], latents: LayerLatents | Non
         activated = torch.cat([pair.sigma(part) for pair, part in parts], -1)
     if latents is not None:
         for pair, part in zip(pairs, activated.split(sizes, -1), strict=True):
-            # a part of what the factors out of bottlenecks keep, not a copy
-            latents.give(pair.latent_name, part) if pair.latent_name is not None else None
+            if pair.latent_name is not None:
+                # a part of what the factors out of bottlenecks keep, not a copy
+                latents.give(pair.latent_name, part)
     return activated
 
 
