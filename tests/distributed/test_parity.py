@@ -155,7 +155,7 @@ def activation_before_the_sum():
 
 
 def no_activation():
-    bottleneck.activate = lambda z, pairs: z
+    bottleneck.activate = lambda z, *_: z
 
 
 def bias_on_every_process():
