@@ -21,7 +21,7 @@ Where latents cross from layer to layer, each is gathered to do so: 7 all-gather
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 from typing_extensions import override
 
-from lightning_boost.collectives import Label, all_gather, group_index, group_size, start_all_reduce
+from lightning_boost.collectives import Label, Pass, all_gather, group_index, group_size, start_all_reduce
 from lightning_boost.mesh import shard_bounds
 from lightning_boost.model.crossing import LayerLatents
 from lightning_boost.model.norm import normalize
@@ -38,8 +38,6 @@ from lightning_boost.tensor_parallel.dense import CutRows, GatherToSplit, Rows, 
 from lightning_boost.tensor_parallel.library import gemm_dtype, gemm_flops, operator
 from lightning_boost.tensor_parallel.local_parameter import local, local_size
 from lightning_boost.tensor_parallel.ops import ProjectReduce
-
-Pass = Literal["forward", "backward"]
 
 
 @operator(
