@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_boost.tensor_parallel.library import NAMESPACE
+from lightning_boost.kernels.library import NAMESPACE
 
 _KERNEL = torch._C.DispatchKey.CompositeExplicitAutograd
 """Under which this package's operators are registered."""

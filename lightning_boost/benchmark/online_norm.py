@@ -50,7 +50,9 @@ Form = Callable[[Share], Result]
 
 def one_hot_limbs(share: Share) -> Result:
     """Compute this package's form: in bf16 the statistic travels exact in columns of the payload, else in one."""
-    return Result(*NormProjectReduce.apply(*share[:2], EPS, _hidden_size(share), _group(), "norm", share.weight))
+    return Result(
+        *NormProjectReduce.apply(*share[:2], EPS, _hidden_size(share), _group(), "norm", "none", share.weight)
+    )
 
 
 def rounded_column(share: Share) -> Result:

@@ -17,12 +17,12 @@ from lightning_boost.callbacks.traffic_formula import given_scheme, part_of, rec
 from lightning_boost.collectives import CollectiveLog, Traffic, count_collectives
 from lightning_boost.config import LlamaConfig
 from lightning_boost.cost import CHUNKS, TensorAxis, count_parameters, layer_moves
+from lightning_boost.kernels.statistic import statistic_columns
 from lightning_boost.mesh import TENSOR_AXIS
 from lightning_boost.model.generation import generate
 from lightning_boost.model.llama import find_llama
 from lightning_boost.pipeline_parallel.schedule import find_pipeline
 from lightning_boost.recompute import RecomputeOptions
-from lightning_boost.tensor_parallel.statistic import statistic_columns
 from lightning_boost.tensor_parallel.verification import NormDifference, verify_norms
 
 Row = tuple[str, str]

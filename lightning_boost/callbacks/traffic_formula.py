@@ -12,12 +12,12 @@ from torch import Tensor
 
 from lightning_boost.config import LlamaConfig
 from lightning_boost.cost import Move, TensorAxis, Volume, add_up, border_moves, end_moves, layer_moves
+from lightning_boost.kernels.statistic import statistic_columns
 from lightning_boost.mesh import TENSOR_AXIS
 from lightning_boost.model.llama import CrossingDecoderLayer, DecoderLayer, LlamaForCausalLM, find_llama
 from lightning_boost.pipeline_parallel.places import Absent, AbsentEmbedding
 from lightning_boost.pipeline_parallel.schedule import find_pipeline
 from lightning_boost.recompute import RecomputeOptions
-from lightning_boost.tensor_parallel.statistic import statistic_columns
 from lightning_boost.tensor_parallel.vocabulary import CHUNK_TOKENS
 
 Volumes = dict[tuple[str, str, str], Volume]

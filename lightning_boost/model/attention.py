@@ -5,10 +5,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
 from lightning_boost.config import LlamaConfig
+from lightning_boost.kernels.functions import rotate
 from lightning_boost.model.cache import LayerCache
 from lightning_boost.model.crossing import LayerLatents, call
 from lightning_boost.model.low_rank import make_projection
-from lightning_boost.model.rotary import rotate
 
 
 class Attention(nn.Module):

@@ -137,3 +137,12 @@ def find_activation(module: nn.Module) -> nn.Module | None:
         if isinstance(output, Tensor) and output.shape == expected.shape and torch.allclose(output, expected):
             return activation
     return None
+
+
+def activation_name(sigma: nn.Module) -> str:
+    """Return the name of a σ that ``find_activation`` gives; ``none`` for the identity, ``gelu_tanh`` for that form."""
+    if isinstance(sigma, nn.Identity):
+        return "none"
+    if isinstance(sigma, nn.GELU) and sigma.approximate == "tanh":
+        return "gelu_tanh"
+    return next(name for name, activation in ACTIVATIONS.items() if isinstance(sigma, activation))

@@ -1,10 +1,10 @@
 """The gated MLP with low-rank projections."""
 
 from torch import Tensor, nn
-from torch.nn.functional import silu
 from typing_extensions import override
 
 from lightning_boost.config import LlamaConfig
+from lightning_boost.kernels.functions import gated_activation
 from lightning_boost.model.crossing import LayerLatents, call
 from lightning_boost.model.low_rank import make_projection
 
@@ -22,7 +22,6 @@ class MLP(nn.Module):
     @override
     def forward(self, hidden: Tensor, latents: LayerLatents | None = None) -> Tensor:
         """Map ``[B, T, D]`` to ``[B, T, D]``; ``latents`` of this layer, where latents cross."""
-        gate = call(self.gate_proj, hidden, latents)
-        if self.has_outer_activation:
-            gate = silu(gate)
-        return call(self.down_proj, gate * call(self.up_proj, hidden, latents), latents)
+        gate, up = call(self.gate_proj, hidden, latents), call(self.up_proj, hidden, latents)
+        product = gated_activation(gate, up, "silu" if self.has_outer_activation else "none")
+        return call(self.down_proj, product, latents)

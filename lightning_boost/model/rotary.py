@@ -29,12 +29,6 @@ def rotary_tables(
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
-def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turn ``heads`` of shape ``[B, H, T, E]`` by their positions' angles."""
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cosines + torch.cat([-second, first], dim=-1) * sines
-
-
 def _frequencies(num_tokens: Tensor, config: LlamaConfig) -> Tensor:
     """Return the angle per position of each pair of features, ``[E / 2]``; ``[B, T, E / 2]`` for lengths ``[B, T]``."""
     scaling, size = config.rope_scaling, config.head_size

@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from typing_extensions import override
 
+from lightning_boost.kernels.library import APART
 from lightning_boost.layout import Decoder, projection_of
 from lightning_boost.model.factor_pair import factor_names
 from lightning_boost.recompute.shares import Contexts, by_name, share_out
@@ -32,7 +35,8 @@ class Keeping:
     def contexts(self) -> Contexts:
         """Return what a block's first run and its second are under."""
         contexts: Contexts = create_selective_checkpoint_contexts(_Policy(self))
-        return share_out(self.shared_out, contexts) if self.shared_out else contexts
+        first, second = share_out(self.shared_out, contexts) if self.shared_out else contexts
+        return _Apart(first), _Apart(second)
 
     def keeps(self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether an operator's results are kept."""
@@ -41,6 +45,25 @@ class Keeping:
             or (operator is torch.ops.aten.mm.default and tuple(args[1].shape) in self.latent_weights)
             or (self.keep_attention and _is_attention(operator, args, kwargs))
         )
+
+
+class _Apart(TorchDispatchMode):
+    """A run of a block in which fused operators are taken apart, so that no more is kept than one of them gives.
+
+    Args:
+        others: Which sees all operators that are left.
+    """
+
+    def __init__(self, others: TorchDispatchMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.others = others
+
+    @override
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in APART:
+            return self.others.__torch_dispatch__(func, types, args, kwargs)
+        with self:
+            return APART[func](*args, **(kwargs or {}))
 
 
 class _Policy:

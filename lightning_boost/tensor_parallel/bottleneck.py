@@ -25,8 +25,9 @@ from torch.func import functional_call
 from torch.nn.functional import embedding, linear
 from typing_extensions import override
 
+from lightning_boost.kernels import reference
 from lightning_boost.model.crossing import Crossing, LayerLatents
-from lightning_boost.model.factor_pair import factor_names, find_activation
+from lightning_boost.model.factor_pair import activation_name, factor_names, find_activation
 from lightning_boost.model.low_rank import CrossingLinear
 from lightning_boost.tensor_parallel.dense import Rows, SplitReader, num_rows, own_rows
 from lightning_boost.tensor_parallel.gathered_norm import NormGather
@@ -56,7 +57,7 @@ class FactorPair(nn.Module):
         self._parameters.update(pair._parameters)
         self._modules.update(pair._modules)
         self.names, self.rows = names, rows
-        self.sigma = sigma
+        self.sigma = activation_name(sigma)
         self.latent_name = pair.name if isinstance(pair, CrossingLinear) else None
         """By which its latent crosses from layer to layer, if it does."""
 
@@ -235,8 +236,14 @@ class NormalizedProjections(nn.Module):
         members = self.__dict__["members"]
         return hand_out([outputs[member] for member in members], x.shape[:-1], members)
 
-    def latents(self, rows: Tensor, chunk: str) -> Tensor:
-        """Return the latents ``[N, R]`` of the group's pairs, before σ; ``chunk`` labels the all-reduce."""
+    def latents(self, rows: Tensor, chunk: str, activation: str = "none") -> Tensor:
+        """Return the latents ``[N, R]`` of the group's pairs.
+
+        Args:
+            rows: The input, ``[N, D/tp]``.
+            chunk: Label of the all-reduce.
+            activation: Name of a σ that is applied to all of them.
+        """
         shares = [member.local_a() for member in self.low_rank_members]
         dtype = gemm_dtype(shares[0])
         z: Tensor
@@ -247,12 +254,18 @@ class NormalizedProjections(nn.Module):
             self.hidden_size,
             self.group,
             chunk,
+            activation,
             *(share.to(dtype) for share in shares),
         )
         return z
 
     def _low_rank(self, rows: Tensor, pairs: Sequence[LowRankMember], latents: LayerLatents | None) -> list[Tensor]:
-        return expand(activate(self.latents(rows, self.chunk), pairs, latents), pairs, self.group, self.chunk)
+        common = common_activation(pairs)
+        if latents is None and common is not None:
+            z = self.latents(rows, self.chunk, common)
+        else:
+            z = activate(self.latents(rows, self.chunk), pairs, latents)
+        return expand(z, pairs, self.group, self.chunk)
 
     def _dense(self, rows: Tensor, members: Sequence[DenseMember]) -> list[Tensor]:
         hidden: Tensor = NormGather.apply(rows, local(self.weight), self.eps, self.group, self.chunk)
@@ -349,18 +362,24 @@ def activate(z: Tensor, pairs: Sequence[FactorPair], latents: LayerLatents | Non
             part if pair.latent_name is None else latents.receive(pair.latent_name, part) for pair, part in parts
         ]
         z = torch.cat(received, -1) if len(received) > 1 else received[0]
-    # by what they print, which tells an exact GELU from an approximate one
-    if len({repr(pair.sigma) for pair in pairs}) == 1:
-        activated: Tensor = pairs[0].sigma(z)
+    common = common_activation(pairs)
+    if common is not None:
+        activated = reference.activate(z, common)
     else:
         parts = zip(pairs, z.split(sizes, -1), strict=True)
-        activated = torch.cat([pair.sigma(part) for pair, part in parts], -1)
+        activated = torch.cat([reference.activate(part, pair.sigma) for pair, part in parts], -1)
     if latents is not None:
         for pair, part in zip(pairs, activated.split(sizes, -1), strict=True):
             if pair.latent_name is not None:
                 # a part of what the factors out of bottlenecks keep, not a copy
                 latents.give(pair.latent_name, part)
     return activated
+
+
+def common_activation(pairs: Sequence[FactorPair]) -> str | None:
+    """Return the name of the σ that all pairs have; ``None`` if they differ."""
+    names = {pair.sigma for pair in pairs}
+    return names.pop() if len(names) == 1 else None
 
 
 def expand(z: Tensor, pairs: Sequence[FactorPair], group: str, chunk: str) -> list[Tensor]:

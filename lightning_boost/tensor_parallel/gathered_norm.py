@@ -11,10 +11,10 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from lightning_boost.collectives import Label, all_gather, group_index, group_size, reduce_scatter
+from lightning_boost.kernels.statistic import read_statistic, statistic_columns, write_statistic
 from lightning_boost.model.norm import normalize
 from lightning_boost.tensor_parallel.library import operator, wide_dtype
 from lightning_boost.tensor_parallel.local_parameter import local
-from lightning_boost.tensor_parallel.statistic import read_statistic, statistic_columns, write_statistic
 
 
 @operator(

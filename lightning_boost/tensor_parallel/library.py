@@ -1,20 +1,12 @@
-"""Registration of this package's operators with torch.
-
-What computes and communicates in one step is a ``torch.library`` operator: dispatch modes, recompute policies and
-compilers then see one call with a name. Gradients are given by an ``autograd.Function`` beside each operator, which
-costs less per call than registering them with the library.
-"""
+"""The operators of the tensor axis: which of them communicate, and what is the same on every process behind them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils.flop_counter import register_flop_formula
 
-NAMESPACE = "lightning_boost"
-_library = torch.library.Library(NAMESPACE, "DEF")
+from lightning_boost.kernels.library import FlopFormula, Operator, register
 
 COMMUNICATING: set[OpOverload] = set()
 """The operators that communicate: those that take a group."""
@@ -22,12 +14,9 @@ COMMUNICATING: set[OpOverload] = set()
 REPLICATED: set[OpOverload] = set()
 """Those of them that a layer's forward runs and whose first result is the same on every process."""
 
-Operator = Callable[..., Any]
-FlopFormula = Callable[..., int]
-
 
 def operator(
-    schema: str, flops: FlopFormula | None = None, *, is_replicated: bool = False
+    schema: str, flops: FlopFormula | None = None, *, is_replicated: bool = False, apart: Operator | None = None
 ) -> Callable[[Operator], Operator]:
     """Register the decorated function under ``schema`` and return the operator that dispatches to it.
 
@@ -36,27 +25,18 @@ def operator(
         flops: Of its GEMMs, for ``torch.utils.flop_counter``; takes the arguments, shapes in the place of tensors.
         is_replicated: Whether its first result is the same on every process, bit for bit; it then takes the name of a
             ``group`` and of a ``chunk``.
+        apart: The same by several operators, where more is fused than should be kept together.
     """
 
-    def register(function: Operator) -> Operator:
-        _library.define(schema)
-        name = schema.partition("(")[0]
-        _library.impl(name, function, "CompositeExplicitAutograd")
-        packet = getattr(getattr(torch.ops, NAMESPACE), name)
-        dispatching: OpOverload = packet.default
-        if flops is not None:
-            register_flop_formula(packet)(_without_output(flops))
+    def decorate(function: Operator) -> Operator:
+        dispatching: OpOverload = register(schema, function, flops=flops, apart=apart)
         if "str group" in schema:
             COMMUNICATING.add(dispatching)
         if is_replicated:
             REPLICATED.add(dispatching)
         return dispatching
 
-    return register
-
-
-def _without_output(flops: FlopFormula) -> FlopFormula:
-    return lambda *args, out_shape=None, **kwargs: flops(*args, **kwargs)
+    return decorate
 
 
 def gemm_flops(rows: int, *weights: Sequence[int]) -> int:

@@ -12,34 +12,68 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_boost.collectives import Label, all_reduce, group_index, group_size, start_all_reduce
-from lightning_boost.tensor_parallel.library import gemm_flops, operator, wide_dtype
-from lightning_boost.tensor_parallel.statistic import read_statistic, statistic_columns, write_statistic
+from lightning_boost.kernels import operators
+from lightning_boost.kernels.statistic import statistic_columns
+from lightning_boost.tensor_parallel.library import gemm_flops, operator
+
+_NORM_PROJECT_REDUCE = "Tensor x, Tensor gamma, Tensor[] factors_a, float eps, int hidden_size, str group, str chunk"
+
+
+def _norm_project_reduce_flops(x: Sequence[int], _: Any, factors_a: Sequence[Sequence[int]], *__: Any) -> int:
+    return gemm_flops(x[0], *factors_a)
 
 
 @operator(
-    "norm_project_reduce(Tensor x, Tensor gamma, Tensor[] factors_a, float eps, int hidden_size, str group, str chunk)"
-    " -> (Tensor, Tensor)",
-    flops=lambda x, _, factors_a, *__: gemm_flops(x[0], *factors_a),
+    f"norm_project_reduce({_NORM_PROJECT_REDUCE}) -> (Tensor, Tensor)",
+    flops=_norm_project_reduce_flops,
     is_replicated=True,
 )
-def _norm_project_reduce(
-    x: Tensor, gamma: Tensor, factors_a: Sequence[Tensor], eps: float, hidden_size: int, group: str, chunk: str
-) -> tuple[Tensor, Tensor]:
-    wide = x.to(wide_dtype(x.dtype))
+def _norm_project_reduce(*args: Any) -> tuple[Tensor, Tensor]:
+    z, rho, _ = _project(*args)
+    return z, rho
+
+
+def _norm_project_reduce_apart(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *others, activation = args
+    z, rho = _norm_project_reduce(*others)
+    return z, rho, operators.activate(z, activation)
+
+
+@operator(
+    f"norm_project_reduce_activate({_NORM_PROJECT_REDUCE}, str activation) -> (Tensor, Tensor, Tensor)",
+    flops=_norm_project_reduce_flops,
+    apart=_norm_project_reduce_apart,
+)
+def _norm_project_reduce_activate(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _project(*args)
+
+
+def _project(
+    x: Tensor,
+    gamma: Tensor,
+    factors_a: Sequence[Tensor],
+    eps: float,
+    hidden_size: int,
+    group: str,
+    chunk: str,
+    activation: str = "none",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``z``, ``ρ`` and ``σ(z)``, which is empty where σ is ``none``."""
     factor_a = torch.cat(list(factors_a))
     num_processes, width = group_size(group), factor_a.shape[0]
     # the GEMM writes into the buffer that is reduced: no copy between them
     buffer = factor_a.new_empty(x.shape[0], width + statistic_columns(factor_a.dtype, num_processes))
-    latents, columns = buffer[:, :width], buffer[:, width:]
-    torch.mm((wide * gamma).to(factor_a.dtype), factor_a.t(), out=latents)
-    write_statistic(columns, wide.square().sum(-1), group_index(group))
+    scaled = operators.norm_input(x, gamma, buffer[:, width:], group_index(group))
+    torch.mm(scaled, factor_a.t(), out=buffer[:, :width])
     all_reduce(buffer, group, Label(chunk, "forward"))
-    rho = torch.rsqrt(read_statistic(columns, num_processes) / hidden_size + eps)
-    return (latents * rho).to(factor_a.dtype), rho
+    results: tuple[Tensor, Tensor, Tensor] = operators.norm_latent(
+        buffer, width, num_processes, hidden_size, eps, activation
+    )
+    return results
 
 
 class NormProjectReduce(torch.autograd.Function):
-    """Compute ``z = ρ · Σ A(γ x)`` with ``ρ = (Σ x²/D + eps)^-½``: online RMSNorm and grouped A in one all-reduce.
+    """Compute ``σ(z)``, ``z = ρ · Σ A(γ x)``, ``ρ = (Σ x²/D + eps)^-½``: online RMSNorm, grouped A, one all-reduce.
 
     ρ is common to a token, so it may be applied after the sum over processes; both sums then travel together.
 
@@ -49,12 +83,12 @@ class NormProjectReduce(torch.autograd.Function):
     ``x``             ``[N, d]``       sharded over features
     ``gamma``         ``[d]``          sharded over features
     ``factors_a``     ``[R_i, d]``     row-parallel, in the dtype of the GEMM
-    ``z``             ``[N, R]``       whole, in that dtype
+    ``z``, ``σ(z)``   ``[N, R]``       whole, in that dtype
     ``ρ``             ``[N, 1]``       whole, fp32 at least; not differentiable
     ================  ===============  ==========================================
 
     Communication: forward one all-reduce of ``N (R + statistic columns)`` values; backward none, given that the
-    gradient ``g`` of ``z`` is already summed over the group. With ``u = ρ g``, ``t = Aᵀ u`` and
+    gradient of ``σ(z)`` is already summed over the group. With ``g`` that of ``z``, ``u = ρ g``, ``t = Aᵀ u`` and
     ``c = ρ²/D ⟨g, z⟩``: ``dx = γ t - c x``, ``dγ = Σ_N x t``, ``dA = uᵀ (γ x)``. The inner product that RMSNorm's
     backward takes over ``D`` features is taken over the ``R`` whole ones instead, which every process has.
 
@@ -64,32 +98,42 @@ class NormProjectReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gamma: Tensor, eps: float, hidden_size: int, group: str, chunk: str, *factors_a: Tensor
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor,
+        eps: float,
+        hidden_size: int,
+        group: str,
+        chunk: str,
+        activation: str,
+        *factors_a: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return ``z`` and ``ρ``."""
-        z, rho = _norm_project_reduce(x, gamma, factors_a, eps, hidden_size, group, chunk)
+        """Return ``σ(z)`` and ``ρ``; ``activation`` is the name of σ, ``none`` where there is none."""
+        given = x, gamma, factors_a, eps, hidden_size, group, chunk
+        if activation == "none":
+            z, rho = _norm_project_reduce(*given)
+            activated = z
+        else:
+            z, rho, activated = _norm_project_reduce_activate(*given, activation)
         ctx.save_for_backward(x, gamma, z, rho, *factors_a)
         ctx.mark_non_differentiable(rho)
-        ctx.hidden_size = hidden_size
-        return z, rho
+        ctx.hidden_size, ctx.activation = hidden_size, activation
+        return activated, rho
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_z: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``x``, ``gamma`` and the factors."""
         x, gamma, z, rho, *factors_a = ctx.saved_tensors
         factor_a = torch.cat(factors_a)
-        wide, wide_grad = x.to(rho.dtype), grad_z.to(rho.dtype)
-        u = (wide_grad * rho).to(factor_a.dtype)
-        t = torch.mm(u, factor_a).to(rho.dtype)
-        c = (wide_grad * z).sum(-1, keepdim=True) * rho.square() / ctx.hidden_size
-        grad_x = (gamma * t - c * wide).to(x.dtype)
-        grad_gamma = (wide * t).sum(0).to(gamma.dtype)
+        is_factor_needed = any(ctx.needs_input_grad[-len(factors_a) :])
+        u, c = operators.norm_latent_backward(grad, z, rho, ctx.hidden_size, ctx.activation)
+        t = torch.mm(u, factor_a)
+        grad_x, grad_gamma, scaled = operators.norm_input_backward(x, gamma, t, c, is_factor_needed)
         grads_a: Sequence[Tensor | None] = [None] * len(factors_a)
-        if any(ctx.needs_input_grad[-len(factors_a) :]):
-            grad_a = torch.mm(u.t(), (wide * gamma).to(factor_a.dtype))
-            grads_a = grad_a.split([factor.shape[0] for factor in factors_a])
-        return grad_x, grad_gamma, None, None, None, None, *grads_a
+        if is_factor_needed:
+            grads_a = torch.mm(u.t(), scaled).split([factor.shape[0] for factor in factors_a])
+        return grad_x, grad_gamma, *[None] * 5, *grads_a
 
 
 @operator(

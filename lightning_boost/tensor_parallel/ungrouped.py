@@ -63,6 +63,7 @@ class UngroupedProjection(FactorPair):
         """Map the hidden state ``[…, D/tp]``, not normalised, to ``[…, out/tp]``; ``latents`` where they cross."""
         norm: UngroupedNorm = self.__dict__["norm"]
         factor_a = self.local_a()
+        activation = self.sigma if latents is None else "none"
         z, _ = NormProjectReduce.apply(
             x.flatten(0, -2),
             local(norm.weight),
@@ -70,7 +71,10 @@ class UngroupedProjection(FactorPair):
             norm.hidden_size,
             self.group,
             self.chunk,
+            activation,
             factor_a.to(gemm_dtype(factor_a)),
         )
-        (y,) = expand(activate(z, [self], latents), [self], self.group, self.chunk)
+        if latents is not None:
+            z = activate(z, [self], latents)
+        (y,) = expand(z, [self], self.group, self.chunk)
         return y.view(*x.shape[:-1], y.shape[-1])

@@ -15,6 +15,8 @@ from typing_extensions import override
 
 from lightning_boost.collectives import Label, all_gather, group_index, group_size
 from lightning_boost.config import IGNORED_LABEL
+from lightning_boost.kernels import operators
+from lightning_boost.kernels.dispatch import why_not
 from lightning_boost.mesh import shard_bounds
 from lightning_boost.model.loss import NextTokenLoss, count_valid, next_tokens
 from lightning_boost.tensor_parallel.dense import ScatterFeatures, SplitReader, SumOverGroup
@@ -86,11 +88,10 @@ def _vocabulary_loss(
     for start in range(0, hidden.shape[0], CHUNK_TOKENS):
         rows = slice(start, start + CHUNK_TOKENS)
         chunk, target = hidden[rows], targets[rows]
-        losses, grad_logits = _chunk_loss(linear(chunk, weight).to(wide), target - first, smoothing, group)
         valid = target != IGNORED_LABEL
+        losses, grad = _chunk_loss(linear(chunk, weight), target - first, valid.to(wide) / divisor, smoothing, group)
         total += losses.masked_fill(~valid, 0.0).sum()
-        if any(needed):
-            grad = (grad_logits * (valid / divisor)[:, None]).to(hidden.dtype)
+        grad = grad.to(hidden.dtype)
         if is_hidden_needed:
             torch.mm(grad, weight, out=grad_hidden[rows])
         if is_weight_needed:
@@ -99,35 +100,23 @@ def _vocabulary_loss(
 
 
 def _chunk_loss(
-    logits: Tensor, own_targets: Tensor, smoothing: tuple[float, float], group: str
+    logits: Tensor, own_targets: Tensor, scale: Tensor, smoothing: tuple[float, float], group: str
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's loss ``[N]`` and the gradient of this process's logits ``[N, v]``, which are overwritten.
+    """Return each row's loss ``[N]`` and ``scale`` times the gradient of this process's logits ``[N, v]``.
 
     With smoothing ``ε`` the loss is ``log Σ exp(x) - (1 - ε) x_target - ε/V Σ x``. Each process contributes its
     maximum, its sum of exponentials below that maximum, and its part of what is subtracted; three numbers a row are all
-    that is gathered.
+    that is gathered. The logits are used up.
     """
-    smoothed, spread = smoothing
-    num_rows, width = logits.shape
-    is_mine = (own_targets >= 0) & (own_targets < width)
-    index = own_targets.clamp(0, max(width - 1, 0))[:, None]
-    if width:
-        maximum = logits.amax(-1)
-        subtracted = (1.0 - smoothed) * logits.gather(-1, index)[:, 0].masked_fill(~is_mine, 0.0)
-    else:
-        maximum, subtracted = logits.new_full((num_rows,), -torch.inf), logits.new_zeros(num_rows)
-    if smoothed:
-        subtracted = subtracted + spread * logits.sum(-1)
-    exponentials = logits.sub_(maximum[:, None]).exp_()
-    parts = torch.stack([maximum, exponentials.sum(-1), subtracted])
-    maxima, sums, all_subtracted = all_gather(parts, group, Label("loss", "forward")).unbind(1)
+    if why_not("cross_entropy", logits):  # plain torch computes in the dtype of its tensors
+        logits = logits.to(wide_dtype(logits.dtype))
+    parts = operators.cross_entropy_parts(logits, own_targets, *smoothing)
+    maxima, sums, subtracted = all_gather(parts, group, Label("loss", "forward")).unbind(1)
     whole_maximum = maxima.amax(0)
     whole_sum = (sums * (maxima - whole_maximum).exp()).sum(0)
-    losses = whole_maximum + whole_sum.log() - all_subtracted.sum(0)
-    gradient = exponentials.mul_(((maximum - whole_maximum).exp() / whole_sum)[:, None])
-    if width:
-        gradient.scatter_add_(-1, index, -(1.0 - smoothed) * is_mine.to(logits.dtype)[:, None])
-    return losses, gradient.sub_(spread) if smoothed else gradient
+    losses = whole_maximum + whole_sum.log() - subtracted.sum(0)
+    operators.cross_entropy_gradient(logits, own_targets, parts, whole_maximum, whole_sum, scale, *smoothing)
+    return losses, logits
 
 
 class VocabularyLoss(torch.autograd.Function):

@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch.nn.functional import linear
 
 from lightning_boost.collectives import Label, all_gather, all_reduce, register_group
+from lightning_boost.kernels.statistic import read_statistic, statistic_columns, write_statistic
 from lightning_boost.layout import find_decoder
 from lightning_boost.mesh import ParallelSizes, build_mesh
 from lightning_boost.model.norm import RMSNorm, normalize
 from lightning_boost.parallelize import parallelize
 from lightning_boost.tensor_parallel.ops import NormProjectReduce
-from lightning_boost.tensor_parallel.statistic import read_statistic, statistic_columns, write_statistic
 from lightning_boost.tensor_parallel.verification import compare_with_exact
 from tests.distributed.test_projection_forms import users_model
 from tests.models import CPU, parallel_model, relative_error, small_config
@@ -35,7 +35,7 @@ def _errors(num_tokens, dtype):
     x = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
     weight = (0.02 * torch.randn(HIDDEN, HIDDEN, generator=generator)).to(dtype)
     gamma = torch.ones(HIDDEN, dtype=dtype)
-    shares = _share(x, 1), _share(gamma, 0), EPS, HIDDEN, _world(), "qkv", _share(weight, 1)
+    shares = _share(x, 1), _share(gamma, 0), EPS, HIDDEN, _world(), "qkv", "none", _share(weight, 1)
     online, _ = NormProjectReduce.apply(*shares)
     norm = RMSNorm(HIDDEN, eps=EPS).to(dtype)
     one_process = linear(norm(x), weight)
@@ -102,7 +102,7 @@ def _gradients(scale):
     eps = 1e-3
     linear(gamma * normalize(x, eps), weight).backward(upstream)
     shares = [_share(tensor.detach(), dim).requires_grad_() for tensor, dim in ((x, 1), (gamma, 0), (weight, 1))]
-    z, _ = NormProjectReduce.apply(shares[0], shares[1], eps, 16, _world(), "qkv", shares[2])
+    z, _ = NormProjectReduce.apply(shares[0], shares[1], eps, 16, _world(), "qkv", "none", shares[2])
     z.backward(upstream)
     expected = [_share(tensor.grad, dim) for tensor, dim in ((x, 1), (gamma, 0), (weight, 1))]
     return [relative_error(share.grad, right) for share, right in zip(shares, expected, strict=True)]

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_boost import BoostParallelStrategy, LowRankLanguageModel
 from lightning_boost.callbacks.online_rms_norm_verifier import FIGURES, FILE_NAME, OnlineRMSNormVerifier
 from lightning_boost.collectives import count_collectives
+from lightning_boost.kernels import reference
 from lightning_boost.tensor_parallel import ops
 from lightning_boost.tensor_parallel.verification import online_norms
 from tests.models import masked_batch, small_config
@@ -212,14 +213,14 @@ def test_a_skipped_batch_leaves_no_hook_and_is_made_up_for(tmp_path):
 def _local_mean(plant):
     """Each process takes the mean over its own features."""
     written = []
-    write = ops.write_statistic
+    write = reference.write_statistic
 
     def note(columns, value, index):
         written.append(value)
         write(columns, value, index)
 
-    plant(ops, "write_statistic", note)
-    plant(ops, "read_statistic", lambda columns, size: written.pop()[:, None] * size)
+    plant(reference, "write_statistic", note)
+    plant(reference, "read_statistic", lambda columns, size: written.pop()[:, None] * size)
 
 
 def _missing_reduce(plant):
@@ -228,8 +229,8 @@ def _missing_reduce(plant):
 
 def _eps_of_every_process(plant):
     """Eps enters once for each process; counts where hidden states are small."""
-    read = ops.read_statistic
-    plant(ops, "read_statistic", lambda columns, size: read(columns, size) + 32 * 1e-6)
+    read = reference.read_statistic
+    plant(reference, "read_statistic", lambda columns, size: read(columns, size) + 32 * 1e-6)
 
 
 DEFECTS = {defect.__name__: defect for defect in (_local_mean, _missing_reduce, _eps_of_every_process)}

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_boost import collectives, gradients
+from lightning_boost.kernels import reference
 from lightning_boost.parity import check_parity
 from lightning_boost.strategy import boost
 from lightning_boost.tensor_parallel import bottleneck, bottleneck_scheme, gathered_norm, ops, vocabulary
@@ -125,7 +126,7 @@ def local_statistic():
         own += columns[..., :1] / num_processes * (1.0 + 0.1 * index)
         return own
 
-    ops.read_statistic = read
+    reference.read_statistic = read
 
 
 def eps_once_for_each_process():
@@ -137,7 +138,7 @@ def no_gradient_through_the_statistic():
     original = ops.NormProjectReduce.backward
 
     def backward(ctx, grad_z, grad_rho):
-        ctx.hidden_size = 1e30
+        ctx.hidden_size = 2**60
         return original(ctx, grad_z, grad_rho)
 
     ops.NormProjectReduce.backward = staticmethod(backward)
@@ -155,7 +156,7 @@ def activation_before_the_sum():
 
 
 def no_activation():
-    bottleneck.activate = lambda z, *_: z
+    reference.activate = lambda z, _: z
 
 
 def bias_on_every_process():

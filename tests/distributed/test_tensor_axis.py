@@ -11,8 +11,8 @@ from lightning_boost.collectives import count_collectives
 from lightning_boost.config import RopeScaling
 from lightning_boost.cost import layer_traffic
 from lightning_boost.gradients import clip_gradients_by_norm, global_gradient_norm
+from lightning_boost.kernels.statistic import statistic_columns
 from lightning_boost.model.loss import next_tokens
-from lightning_boost.tensor_parallel.statistic import statistic_columns
 from lightning_boost.tensor_parallel.vocabulary import CHUNK_TOKENS
 from tests.models import gradient_errors, masked_batch, one_process_model, parallel_model, small_config, whole
 from tests.processes import run_processes

@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from lightning_boost.collectives import count_collectives
 from lightning_boost.cost import TensorAxis, add_up, end_moves, layer_moves
+from lightning_boost.kernels.statistic import statistic_columns
 from lightning_boost.layout import find_decoder
 from lightning_boost.mesh import ParallelSizes, build_mesh
 from lightning_boost.model.loss import next_tokens
 from lightning_boost.parallelize import parallelize
 from lightning_boost.recompute import RecomputeOptions
-from lightning_boost.tensor_parallel.statistic import statistic_columns
 from lightning_boost.tensor_parallel.vocabulary import CHUNK_TOKENS
 from tests.models import CPU, SEED, masked_batch, meta_model, small_config
 from tests.processes import run_processes

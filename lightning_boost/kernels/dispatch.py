@@ -1,0 +1,103 @@
+"""Which implementation of a kernel runs: Triton's on a GPU, the plain one of torch elsewhere.
+
+Each kernel has two implementations of one signature: ``reference.py`` has all of the plain ones, and a file of the
+kernel's name the Triton one. Triton is imported only where it runs.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_boost.kernels import reference
+
+KERNELS = ("norm_input", "norm_latent", "gated_activation", "rotary", "cross_entropy")
+"""By the names of their files."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""That Triton kernels read and write; they compute in fp32."""
+
+MODES = ("auto", "reference", "triton")
+
+_mode = "auto"
+_chosen: frozenset[str] = frozenset(KERNELS)
+
+
+def choose_kernels(kernels: str | Sequence[str]) -> None:
+    """Choose which Triton kernels may run, in this process and from now on.
+
+    Args:
+        kernels: ``"auto"``: all, on a GPU; ``"reference"``: none; ``"triton"``: all, on a CPU too, where Triton's
+            interpreter runs them (slowly, for tests); or the names of those that may run on a GPU.
+
+    Raises:
+        ValueError: If a name is unknown, or Triton cannot run where it must.
+    """
+    global _mode, _chosen
+    check_kernels(kernels)
+    _mode = kernels if isinstance(kernels, str) else "auto"
+    _chosen = frozenset(KERNELS if isinstance(kernels, str) else kernels)
+
+
+def check_kernels(kernels: str | Sequence[str]) -> None:
+    """Check a choice of kernels.
+
+    Raises:
+        ValueError: As ``choose_kernels``.
+    """
+    known = ", ".join(KERNELS)
+    if isinstance(kernels, str) and kernels not in MODES:
+        raise ValueError(f"kernels ({kernels!r}) must be one of {', '.join(MODES)}, or a list of names from {known}.")
+    unknown = [] if isinstance(kernels, str) else [name for name in kernels if name not in KERNELS]
+    if unknown:
+        raise ValueError(f"kernels ({unknown[0]!r} in the list) must be names from {known}.")
+    if kernels != "triton":
+        return
+    if find_spec("triton") is None:
+        raise ValueError("kernels ('triton') needs Triton, which is not installed: pip install triton, or set 'auto'.")
+    if not torch.cuda.is_available() and not _is_interpreting():
+        raise ValueError(
+            "kernels ('triton') needs a GPU, and there is none. Set 'auto', or let Triton's interpreter run them on the"
+            " CPU, slowly: set TRITON_INTERPRET=1 in the environment."
+        )
+
+
+def why_not(name: str, tensor: Tensor) -> str | None:
+    """Tell why a kernel's Triton implementation does not run on a tensor; ``None`` where it does."""
+    if _mode == "reference" or name not in _chosen:
+        return "switched off by the option kernels"
+    if not tensor.is_cuda and not (_mode == "triton" and tensor.device.type == "cpu"):
+        return f"the tensors are on {tensor.device.type}"
+    if tensor.dtype not in DTYPES:
+        return f"{str(tensor.dtype).removeprefix('torch.')} is computed by torch"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    return None
+
+
+def describe_kernels(tensor: Tensor) -> str:
+    """Say in a sentence which kernels run on tensors like the given one, and why the others do not."""
+    reasons = {name: why_not(name, tensor) for name in KERNELS}
+    running = [name for name, reason in reasons.items() if reason is None]
+    missing: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        if reason is not None:
+            missing.setdefault(reason, []).append(name)
+    parts = [f"Triton runs {', '.join(running)}"] if running else []
+    parts += [f"torch runs {', '.join(names)}, as {reason}" for reason, names in missing.items()]
+    return "; ".join(parts)
+
+
+def implementation(kernel: str, function: str, tensor: Tensor) -> Callable[..., Any]:
+    """Return what computes ``function``, one of a kernel's, on tensors like the given one."""
+    module = reference if why_not(kernel, tensor) else import_module(f"lightning_boost.kernels.{kernel}")
+    chosen: Callable[..., Any] = getattr(module, function)
+    return chosen
+
+
+def _is_interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
