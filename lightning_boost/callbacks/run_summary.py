@@ -17,6 +17,7 @@ from lightning_boost.callbacks.traffic_formula import given_scheme, part_of, rec
 from lightning_boost.collectives import CollectiveLog, Traffic, count_collectives
 from lightning_boost.config import LlamaConfig
 from lightning_boost.cost import CHUNKS, TensorAxis, count_parameters, layer_moves
+from lightning_boost.kernels.dispatch import describe_kernels
 from lightning_boost.kernels.statistic import statistic_columns
 from lightning_boost.mesh import TENSOR_AXIS
 from lightning_boost.model.generation import generate
@@ -158,11 +159,12 @@ class RunSummary(Callback):
         sizes = str(getattr(trainer.strategy, "sizes", "one process"))
         yield "layout", sizes if recompute.kind == "none" else f"{sizes}; {recompute}"
         yield "model", _describe(config)
+        stream = next(pl_module.parameters()).dtype
+        gemm = torch.bfloat16 if str(trainer.precision).startswith("bf16") else stream
+        yield "kernels", describe_kernels(pl_module.device, gemm)
         low, full = count_parameters(config), count_parameters(config, full_rank=True)
         yield "parameters", f"{low:,}; with full-rank matrices {full:,} ({full / low:.2f} times as many)"
         if size > 1 and self._log is not None:
-            stream = next(pl_module.parameters()).dtype
-            gemm = torch.bfloat16 if str(trainer.precision).startswith("bf16") else stream
             columns = (statistic_columns(dtype, size) for dtype in (gemm, stream))
             axis = TensorAxis(size=size, gemm_columns=next(columns), stream_columns=next(columns))
             model = find_llama(pl_module)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from lightning_boost.config import GateKind, LlamaConfig, LowRankConfig, LowRankKind, PairKind, RopeScaling
 from lightning_boost.data_parallel import DataAxis
+from lightning_boost.kernels.dispatch import KernelMode
 from lightning_boost.parity import SEQUENCE_LENGTH, ParityReport, check_parity
 from lightning_boost.pipeline_parallel.options import Schedule
 from lightning_boost.tensor_parallel.scheme import SchemeName
@@ -97,6 +98,7 @@ def parity(
     pipeline_schedule: Schedule = "1f1b",
     virtual_stages: int = 1,
     scheme: SchemeName = "auto",
+    kernels: KernelMode = "auto",
     precision: Literal["32-true", "bf16-true"] = "32-true",
     steps: int = 3,
     keep_outer_activation: bool | None = None,
@@ -120,6 +122,7 @@ def parity(
         pipeline_schedule: Order in which micro-batches go through the stages.
         virtual_stages: Stages on each process, above 1 with ``interleaved_1f1b``.
         scheme: How the tensor axis splits layers, as the strategy takes it.
+        kernels: Which run, as the strategy takes it; the one process has torch's own operations.
         precision: Lightning's name.
         steps: Optimizer steps.
         keep_outer_activation: Whether the MLP keeps SiLU on its gate; none: as the kind does.
@@ -149,6 +152,7 @@ def parity(
             pipeline_schedule=pipeline_schedule,
             virtual_stages=virtual_stages,
             scheme=scheme,
+            kernels=kernels,
         )
     is_first = dist.get_rank() == 0
     # together, so that none finds its peers gone while it still has something to say

@@ -5,10 +5,11 @@ kernel's name the Triton one. Triton is imported only where it runs.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,13 +22,14 @@ KERNELS = ("norm_input", "norm_latent", "gated_activation", "rotary", "cross_ent
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """That Triton kernels read and write; they compute in fp32."""
 
-MODES = ("auto", "reference", "triton")
+KernelMode = Literal["auto", "reference", "triton"]
+MODES = get_args(KernelMode)
 
 _mode = "auto"
 _chosen: frozenset[str] = frozenset(KERNELS)
 
 
-def choose_kernels(kernels: str | Sequence[str]) -> None:
+def choose_kernels(kernels: KernelMode | Sequence[str]) -> None:
     """Choose which Triton kernels may run, in this process and from now on.
 
     Args:
@@ -43,7 +45,18 @@ def choose_kernels(kernels: str | Sequence[str]) -> None:
     _chosen = frozenset(KERNELS if isinstance(kernels, str) else kernels)
 
 
-def check_kernels(kernels: str | Sequence[str]) -> None:
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Let torch run all kernels inside, whatever was chosen."""
+    global _mode
+    before, _mode = _mode, "reference"
+    try:
+        yield
+    finally:
+        _mode = before
+
+
+def check_kernels(kernels: KernelMode | Sequence[str]) -> None:
     """Check a choice of kernels.
 
     Raises:
@@ -68,27 +81,31 @@ def check_kernels(kernels: str | Sequence[str]) -> None:
 
 def why_not(name: str, tensor: Tensor) -> str | None:
     """Tell why a kernel's Triton implementation does not run on a tensor; ``None`` where it does."""
+    return _why_not(name, tensor.device, tensor.dtype)
+
+
+def _why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if _mode == "reference" or name not in _chosen:
         return "switched off by the option kernels"
-    if not tensor.is_cuda and not (_mode == "triton" and tensor.device.type == "cpu"):
-        return f"the tensors are on {tensor.device.type}"
-    if tensor.dtype not in DTYPES:
-        return f"{str(tensor.dtype).removeprefix('torch.')} is computed by torch"
+    if device.type != "cuda" and not (_mode == "triton" and device.type == "cpu"):
+        return f"on {device.type}"
+    if dtype not in DTYPES:
+        return f"in {str(dtype).removeprefix('torch.')}"
     if find_spec("triton") is None:
         return "Triton is not installed"
     return None
 
 
-def describe_kernels(tensor: Tensor) -> str:
-    """Say in a sentence which kernels run on tensors like the given one, and why the others do not."""
-    reasons = {name: why_not(name, tensor) for name in KERNELS}
-    running = [name for name, reason in reasons.items() if reason is None]
-    missing: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        if reason is not None:
-            missing.setdefault(reason, []).append(name)
+def describe_kernels(device: torch.device, dtype: torch.dtype) -> str:
+    """Say which kernels Triton runs on tensors of a device and dtype, and why torch runs the others."""
+    by_reason: dict[str | None, list[str]] = {}
+    for name in KERNELS:
+        by_reason.setdefault(_why_not(name, device, dtype), []).append(name)
+    running = by_reason.pop(None, [])
+    if not running and len(by_reason) == 1:
+        return f"torch's own operations ({next(iter(by_reason))})"
     parts = [f"Triton runs {', '.join(running)}"] if running else []
-    parts += [f"torch runs {', '.join(names)}, as {reason}" for reason, names in missing.items()]
+    parts += [f"torch runs {', '.join(names)} ({reason})" for reason, names in by_reason.items()]
     return "; ".join(parts)
 
 

@@ -98,6 +98,7 @@ def norm_input_backward(
     grad_x = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     scaled = torch.empty_like(t) if is_scaled_needed else t.new_empty(0)
     rows, features = tile(width)
+    rows = min(rows, ROWS_OF_PROGRAM)
     programs = cover(num_rows, ROWS_OF_PROGRAM)
     parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     if num_rows and width:

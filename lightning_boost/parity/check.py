@@ -87,7 +87,7 @@ def check_parity(
         precision: Lightning's name. In fp32 errors must stay below 1e-5. In bf16 the measure is how far one process in
             bf16 is from one in fp32: the layout may be twice as far.
         steps: Optimizer steps.
-        options: Further ones, of the pipeline, recompute or the scheme, as the strategy takes them.
+        options: Further ones, of the pipeline, recompute, the scheme or kernels, as the strategy takes them.
 
     Raises:
         ValueError: If ``steps`` is below 1, or the replicas cannot share the batch evenly.

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_boost.config import IGNORED_LABEL, LlamaConfig
 from lightning_boost.gradients import clip_gradients_by_norm
+from lightning_boost.kernels.dispatch import plain_kernels
 from lightning_boost.model.initialization import initialize
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.parity.trajectory import Trajectory
@@ -162,10 +163,11 @@ def _of_all_stages(mine: Trajectory) -> Trajectory:
     return replace(mine, gradients=merged[0], changes=merged[1], weight_norms=merged[2])
 
 
+@plain_kernels()
 def train_on_one_process(
     config: LlamaConfig, optimizer_name: str, precision: Precision, steps: int, *, dtype: torch.dtype
 ) -> Trajectory:
-    """Train the plain model in a plain loop, computing in ``dtype``."""
+    """Train the plain model in a plain loop, computing in ``dtype``, with torch's own operations."""
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     initialize(model, std=config.initializer_range, seed=SEED)

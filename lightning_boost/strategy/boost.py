@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_boost.data_parallel import DataAxis, catch_up_with_replicas, set_gradient_sync
 from lightning_boost.gradients import clip_gradients_by_norm, scale_gradients
+from lightning_boost.kernels.dispatch import KernelMode, check_kernels, choose_kernels
 from lightning_boost.layout import Decoder, DecoderLayout
 from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, AutoSize, ParallelSizes, build_mesh
 from lightning_boost.pipeline_parallel.options import PipelineOptions, Schedule
@@ -78,6 +79,8 @@ class BoostParallelStrategy(ResumableStrategy):
         keep_attention: Whether ``"low_rank"`` keeps attention's output too.
         store_latents: Whether each process that shares a layer keeps its latents ``"whole"``, or ``"sharded"``: a share
             of them, which backward gathers again.
+        kernels: ``"auto"``: fused ones in Triton on GPUs; ``"reference"``: torch's own operations; ``"triton"``: fused
+            ones anywhere; or the names of those that may be fused (docs/how_it_works/kernels.md).
         save_in_background: Whether training goes on while a checkpoint is written, from copies of all states.
         layout: Names of the decoder's parts, where they are not LLaMA's.
         process_group_backend: ``None``: NCCL on GPUs, gloo on the CPU.
@@ -85,7 +88,7 @@ class BoostParallelStrategy(ResumableStrategy):
 
     Raises:
         ValueError: If a size is neither ``"auto"`` nor a whole number of at least 1, the data axis is unknown, or an
-            option of pipeline or recompute is out of range.
+            option of pipeline, recompute or kernels is out of range.
     """
 
     strategy_name = "boost"
@@ -108,6 +111,7 @@ class BoostParallelStrategy(ResumableStrategy):
         recompute_every: float = 1,
         keep_attention: bool = False,
         store_latents: LatentStore = "whole",
+        kernels: KernelMode | Sequence[str] = "auto",
         save_in_background: bool = False,
         layout: DecoderLayout | None = None,
         process_group_backend: str | None = None,
@@ -140,6 +144,8 @@ class BoostParallelStrategy(ResumableStrategy):
 
         self.layout = layout
         self._saves_in_background = save_in_background
+        check_kernels(kernels)
+        self._kernels = kernels
 
     # ---- before processes start ----------------------------------------------------------------------------------
 
@@ -220,6 +226,7 @@ class BoostParallelStrategy(ResumableStrategy):
         """Spread the model over the mesh, once, and make the optimizers on what results."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        choose_kernels(self._kernels)
         with without_recorded_names(trainer):
             self._parallelize()
         check_anomaly_detection(trainer, self.sizes)

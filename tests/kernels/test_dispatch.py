@@ -7,6 +7,8 @@ from lightning_boost.kernels import dispatch, functions, reference
 from lightning_boost.kernels.dispatch import KERNELS, choose_kernels, describe_kernels, implementation, why_not
 from tests.kernels.closeness import random
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(autouse=True)
 def chosen_as_before():
@@ -16,28 +18,32 @@ def chosen_as_before():
 
 def test_on_a_cpu_torch_runs_by_default():
     x = random(2, 8)
-    assert why_not("norm_input", x) == "the tensors are on cpu"
+    assert why_not("norm_input", x) == "on cpu"
     assert implementation("norm_input", "norm_input", x) is reference.norm_input
-    assert describe_kernels(x) == f"torch runs {', '.join(KERNELS)}, as the tensors are on cpu"
+    assert describe_kernels(CPU, torch.float32) == "torch's own operations (on cpu)"
 
 
 def test_triton_runs_where_it_is_told_to(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     choose_kernels("triton")
     x = random(2, 8)
-    assert describe_kernels(x) == f"Triton runs {', '.join(KERNELS)}"
+    assert describe_kernels(CPU, torch.float32) == f"Triton runs {', '.join(KERNELS)}"
     assert implementation("rotary", "rotary", x).__module__ == "lightning_boost.kernels.rotary"
 
 
 def test_fp64_is_left_to_torch():
     choose_kernels("triton")
-    assert why_not("rotary", random(2, 8).double()) == "float64 is computed by torch"
+    assert why_not("rotary", random(2, 8).double()) == "in float64"
 
 
 def test_kernels_are_chosen_one_by_one():
     choose_kernels(["rotary"])
+    gpu = torch.device("cuda")
+    others = "norm_input, norm_latent, gated_activation, cross_entropy"
+    expected = f"Triton runs rotary; torch runs {others} (switched off by the option kernels)"
+    assert describe_kernels(gpu, torch.bfloat16) == expected
     assert why_not("norm_input", random(2, 8)) == "switched off by the option kernels"
-    assert why_not("rotary", random(2, 8)) == "the tensors are on cpu"
+    assert why_not("rotary", random(2, 8)) == "on cpu"
 
 
 def test_all_are_switched_off_by_one_word():

@@ -8,7 +8,7 @@ from lightning_boost.kernels import reference
 from lightning_boost.kernels.statistic import read_statistic, statistic_columns
 from tests.kernels.closeness import DTYPES, apart, assert_close, random, wide
 
-SHAPES = [(0, 16), (1, 16), (5, 24), (130, 40), (3, 1100)]
+SHAPES = [(0, 16), (1, 16), (5, 24), (200, 9), (130, 40), (3, 1100)]
 """Rows and features: none, fewer and more than a tile, one feature beyond it."""
 
 
