@@ -8,12 +8,10 @@ train, at a few tokens, and extended: it grows with tokens linearly, once they a
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import override
 
 from lightning_boost.benchmark.blocks import SCHEMES, Candidate, make_model, with_kind
 from lightning_boost.benchmark.counts import (
@@ -22,7 +20,7 @@ from lightning_boost.benchmark.counts import (
     parameters_per_process,
     processes_that_do_nothing,
 )
-from lightning_boost.benchmark.live_memory import LiveMemory
+from lightning_boost.benchmark.live_memory import UncomputedProducts
 from lightning_boost.benchmark.paper import BOOST_7B, MEMORY_GIB
 from lightning_boost.benchmark.report import Bars, Report
 from lightning_boost.config import LlamaConfig
@@ -156,24 +154,10 @@ def _ends_of(config: LlamaConfig, candidate: Candidate) -> LlamaForCausalLM:
     return model
 
 
-class _UncomputedProducts(LiveMemory):
-    """Follows memory without computing matrix products, whose results nothing here depends on."""
-
-    @override
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is torch.ops.aten.mm.out:
-            return kwargs["out"]
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.linear.default):
-            x, weight = args[:2]
-            width = weight.shape[1] if func is torch.ops.aten.mm.default else weight.shape[0]
-            return x.new_zeros(*x.shape[:-1], width)
-        return super()._run(func, args, kwargs)
-
-
 def _peaks(model: LlamaForCausalLM, num_tokens: int) -> list[int]:
     """Return the most bytes that are alive in the final norm and in the loss, and in their backward passes."""
     token_ids = torch.zeros(1, num_tokens, dtype=torch.int64)
-    memory, peaks = _UncomputedProducts(), []
+    memory, peaks = UncomputedProducts(), []
 
     def note(*_: Tensor) -> None:
         peaks.append(memory.peak - _gradient_bytes(model))

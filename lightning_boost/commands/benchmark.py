@@ -13,6 +13,7 @@ from lightning_boost.benchmark.charts import check_output, table_of, write_repor
 from lightning_boost.benchmark.communication import measure_communication
 from lightning_boost.benchmark.counts import measure_counts
 from lightning_boost.benchmark.iteration import measure_iteration, measure_kinds
+from lightning_boost.benchmark.kernels import measure_kernels
 from lightning_boost.benchmark.memory import PAPER_TENSOR_SIZE, measure_memory
 from lightning_boost.benchmark.memory import PAPER_TOKENS as PAPER_TOKENS_OF_MEMORY
 from lightning_boost.benchmark.numerics import PAPER_PROCESSES, PAPER_TOKENS, measure_numerics
@@ -173,6 +174,42 @@ def memory(
     return _show("memory", report, json, output)
 
 
+def kernels(
+    *,
+    config: LlamaConfig = BOOST_7B,
+    tensor_parallel_size: int = 4,
+    tokens: int = 16384,
+    sequence_length: int = 4096,
+    device: Device = "cpu",
+    repetitions: int = 20,
+    json: bool = False,
+    output: str | None = None,
+) -> int:
+    """Count the bytes that fused kernels save, and what they take of GPUs that need not be there; on a GPU, time them.
+
+    Args:
+        config: Of the model; none: the paper's 7B.
+        tensor_parallel_size: Processes, all but one of which need not exist.
+        tokens: Of a micro-batch.
+        sequence_length: Of its sequences.
+        device: ``cuda``: kernels and a block's share are timed, too, on one GPU.
+        repetitions: Of every time.
+        json: Whether the last line of standard output is one JSON object.
+        output: Directory for the table, its figures and charts.
+    """
+    check_alone("kernels")
+    check_output(output)
+    report = measure_kernels(
+        config,
+        tensor_parallel_size=tensor_parallel_size,
+        num_tokens=tokens,
+        sequence_length=sequence_length,
+        device=device,
+        repetitions=repetitions,
+    )
+    return _show("kernels", report, json, output)
+
+
 def statistic(
     *,
     tokens: int = 256,
@@ -223,5 +260,6 @@ BENCHMARKS: dict[str, Callable[..., int]] = {
     "statistic": statistic,
     "comm": comm,
     "memory": memory,
+    "kernels": kernels,
 }
 """The commands, by the word behind ``benchmark``."""

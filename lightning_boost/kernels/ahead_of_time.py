@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lightning_boost.kernels.cases import Case, Sizes, cases
+from lightning_boost.kernels.dispatch import is_interpreting
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes that a block of threads may have, by compute capability (CUDA C++ Programming Guide, Technical Specifications
@@ -56,7 +57,7 @@ def compile_cases(
     Raises:
         RuntimeError: If Triton interprets in this process, where nothing is compiled.
     """
-    if triton.knobs.runtime.interpret:
+    if is_interpreting():
         raise RuntimeError("kernels are compiled where Triton does not interpret: unset TRITON_INTERPRET.")
     for case in cases(sizes, dtype, torch.device("meta"), activations):
         for kernel, args, options in _launches(case):
@@ -111,7 +112,8 @@ def _compile(case: Case, kernel: Any, args: tuple[Any, ...], options: dict[str, 
             attributes[position,] = [["tt.divisibility", 16]]
     ordered = {name: signature[name] for name in kernel.arg_names}
     source = ASTSource(kernel, signature=ordered, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    # by default Triton asks, from 3.9 on, that this be said
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True})
     usage = _resource_usage(compiled.asm["cubin"])
     spilled = usage["STACK"] + usage["LOCAL"]
     return Compiled(case.name, kernel.__name__, capability, usage["REG"], compiled.metadata.shared, spilled)

@@ -48,8 +48,21 @@ def choose_kernels(kernels: KernelMode | Sequence[str]) -> None:
 @contextmanager
 def plain_kernels() -> Iterator[None]:
     """Let torch run all kernels inside, whatever was chosen."""
+    with _in_mode("reference"):
+        yield
+
+
+@contextmanager
+def fused_everywhere() -> Iterator[None]:
+    """Let everything inside call kernels as on a GPU, for who counts calls and lets none of them run."""
+    with _in_mode("fused"):
+        yield
+
+
+@contextmanager
+def _in_mode(mode: str) -> Iterator[None]:
     global _mode
-    before, _mode = _mode, "reference"
+    before, _mode = _mode, mode
     try:
         yield
     finally:
@@ -72,7 +85,7 @@ def check_kernels(kernels: KernelMode | Sequence[str]) -> None:
         return
     if find_spec("triton") is None:
         raise ValueError("kernels ('triton') needs Triton, which is not installed: pip install triton, or set 'auto'.")
-    if not torch.cuda.is_available() and not _is_interpreting():
+    if not torch.cuda.is_available() and not is_interpreting():
         raise ValueError(
             "kernels ('triton') needs a GPU, and there is none. Set 'auto', or let Triton's interpreter run them on the"
             " CPU, slowly: set TRITON_INTERPRET=1 in the environment."
@@ -85,6 +98,8 @@ def why_not(name: str, tensor: Tensor) -> str | None:
 
 
 def _why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    if _mode == "fused":
+        return None
     if _mode == "reference" or name not in _chosen:
         return "switched off by the option kernels"
     if device.type != "cuda" and not (_mode == "triton" and device.type == "cpu"):
@@ -116,5 +131,6 @@ def implementation(kernel: str, function: str, tensor: Tensor) -> Callable[..., 
     return chosen
 
 
-def _is_interpreting() -> bool:
+def is_interpreting() -> bool:
+    """Tell whether Triton interprets kernels instead of compiling them: on a CPU, for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -8,18 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from lightning_boost.kernels.dispatch import implementation
 from lightning_boost.kernels.library import Operator, register
 
+FAKES: dict[OpOverload, Operator] = {}
+"""Of every operator of a kernel: results of the right shapes, dtypes and strides, without values."""
 
-def _operator(kernel: str, schema: str, fake: Operator) -> Any:
+
+def _operator(kernel: str, schema: str, fake: Operator) -> OpOverload:
     function = schema.partition("(")[0]
 
     def run(first: Tensor, *others: Any) -> Any:
         return implementation(kernel, function, first)(first, *others)
 
-    return register(schema, run, fake=fake)
+    registered = register(schema, run, fake=fake)
+    FAKES[registered] = fake
+    return registered
 
 
 def _like(tensor: Tensor) -> Tensor:

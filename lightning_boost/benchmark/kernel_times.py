@@ -1,0 +1,161 @@
+"""Times of kernels and of a block on one GPU, interleaved, by the GPU's own clock."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lightning_boost.benchmark.blocks import Candidate, make_block
+from lightning_boost.benchmark.counts import processes_that_do_nothing
+from lightning_boost.benchmark.element_wise import moved_bytes
+from lightning_boost.benchmark.timing import Quartiles
+from lightning_boost.config import LlamaConfig
+from lightning_boost.kernels.cases import Sizes, cases
+from lightning_boost.kernels.dispatch import plain_kernels
+from lightning_boost.kernels.operators import FAKES
+
+_COPIED_BYTES = 2**30
+_WARMUP = 3
+_BUSY_SIZE, _BUSY_PRODUCTS = 8192, 6
+"""Products of such matrices take some 10 ms on an H100, 25 ms on an A100."""
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Of every case."""
+
+    card: str
+    copy_gb_per_second: float
+    """Bytes read and written by a copy of a GiB, over its time."""
+    fused: dict[str, float]
+    """Microseconds of the kernel, median."""
+    plain: dict[str, float]
+    """Of torch's operations."""
+    gb_per_second: dict[str, float]
+    """Of the kernel, by its signature."""
+
+    @staticmethod
+    def headings(times: "KernelTimes | None") -> list[str]:
+        """Return the headings of what ``cells`` gives."""
+        return [] if times is None else ["µs", "torch, µs", "of a copy's speed"]
+
+    @staticmethod
+    def cells(times: "KernelTimes | None", name: str) -> list[str]:
+        """Return a case's cells of a table; none where nothing was timed."""
+        if times is None:
+            return []
+        share = times.gb_per_second[name] / times.copy_gb_per_second
+        return [f"{times.fused[name]:.0f}", f"{times.plain[name]:.0f}", f"{share:.0%}"]
+
+    def in_words(self) -> Iterator[str]:
+        """Yield a line of the card."""
+        yield f"{self.card}: a copy moves {self.copy_gb_per_second:,.0f} GB/s"
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Milliseconds of one process's share of a block, forward and backward, collectives left out; medians."""
+
+    milliseconds: dict[str, float]
+
+    def in_words(self) -> Iterator[str]:
+        """Yield a line of times and one of ratios."""
+        times = self.milliseconds
+        yield "a block's share, collectives left out, ms: " + ", ".join(f"{name} {t:.2f}" for name, t in times.items())
+        fused = times["fused"]
+        yield "over fused: " + ", ".join(f"{name} {t / fused:.2f}" for name, t in times.items() if name != "fused")
+
+
+def time_cases(sizes: Sizes, repetitions: int) -> KernelTimes:
+    """Time every kernel on the GPU, beside torch's operations and a copy.
+
+    Args:
+        sizes: Of the tensors, which should be larger than the GPU's cache.
+        repetitions: Of each.
+    """
+    device = torch.device("cuda")
+    source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copying = Quartiles.of(time_on_gpu({"copy": lambda: target.copy_(source)}, repetitions)["copy"]).median
+    fused, plain, speed = {}, {}, {}
+    for case in cases(sizes, torch.bfloat16, device):
+        operator = getattr(torch.ops.lightning_boost, case.function).default
+
+        def run_fused(operator: Callable[..., object] = operator, args: tuple[object, ...] = case.args) -> None:
+            operator(*args)
+
+        def run_plain(operator: Callable[..., object] = operator, args: tuple[object, ...] = case.args) -> None:
+            with plain_kernels():
+                operator(*args)
+
+        times = time_on_gpu({"fused": run_fused, "plain": run_plain}, repetitions)
+        seconds = Quartiles.of(times["fused"]).median
+        moved = moved_bytes(operator, case.args, {}, FAKES[operator](*case.args))
+        fused[case.name], plain[case.name] = 1e6 * seconds, 1e6 * Quartiles.of(times["plain"]).median
+        speed[case.name] = moved / seconds / 1e9
+    return KernelTimes(
+        torch.cuda.get_device_name(), 2 * _COPIED_BYTES / copying / 1e9, fused=fused, plain=plain, gb_per_second=speed
+    )
+
+
+def time_block(
+    config: LlamaConfig, tensor_parallel_size: int, num_tokens: int, sequence_length: int, repetitions: int
+) -> BlockTimes:
+    """Time one process's share of a block on the GPU: fused, plain, compiled, and dense in Megatron's form.
+
+    Args:
+        config: The model.
+        tensor_parallel_size: Processes, all but one of which do not exist.
+        num_tokens: Of a micro-batch.
+        sequence_length: Of its sequences.
+        repetitions: Of each.
+    """
+    shape, device = (num_tokens // sequence_length, sequence_length), torch.device("cuda")
+    with processes_that_do_nothing(tensor_parallel_size):
+        made = {
+            name: make_block(config, candidate, shape, torch.bfloat16, device)
+            for name, candidate in {
+                "bottleneck": Candidate("bottleneck"),
+                "compiled": Candidate("bottleneck"),
+                "full_rank": Candidate("full_rank", "full_rank"),
+            }.items()
+        }
+        made["compiled"].module.compile()
+
+        def plain(name: str) -> Callable[[], None]:
+            def run() -> None:
+                with plain_kernels():
+                    made[name].step()
+
+            return run
+
+        candidates = {
+            "fused": made["bottleneck"].step,
+            "plain": plain("bottleneck"),
+            "compiled": made["compiled"].step,
+            "full_rank": made["full_rank"].step,
+        }
+        times = time_on_gpu(candidates, repetitions)
+    return BlockTimes({name: 1e3 * Quartiles.of(each).median for name, each in times.items()})
+
+
+def time_on_gpu(candidates: Mapping[str, Callable[[], object]], repetitions: int) -> dict[str, list[float]]:
+    """Return the seconds of every candidate by the GPU's clock, each run in turn.
+
+    The GPU is kept busy until a candidate is launched whole: what launching takes is not its time.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    square = torch.zeros(_BUSY_SIZE, _BUSY_SIZE, dtype=torch.bfloat16, device="cuda")
+    product = torch.empty_like(square)
+    for repetition in range(_WARMUP + repetitions):
+        for name, run in candidates.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(_BUSY_PRODUCTS):
+                torch.mm(square, square, out=product)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            if repetition >= _WARMUP:
+                seconds[name].append(start.elapsed_time(end) / 1e3)
+    return seconds
