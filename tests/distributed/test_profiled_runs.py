@@ -17,7 +17,8 @@ from torch.distributed import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_boost import LowRankLanguageModel, collectives, communication_trace
-from lightning_boost.callbacks.communication_profiler import REPORT_NAME, CommunicationProfiler
+from lightning_boost.callbacks.communication_profiler import CommunicationProfiler
+from lightning_boost.callbacks.gathered_report import REPORT_NAME
 from tests.models import small_config
 from tests.processes import run_processes
 from tests.profiled_fit import data_for, figures_of, fit_profiled
@@ -232,6 +233,6 @@ def test_a_file_is_whole_or_the_one_before(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["every_n_steps", "traced_steps"])
-def test_wrong_options_arerefuse_constantd(option):
+def test_wrong_options_are_refused(option):
     with pytest.raises(ValueError, match=rf"{option} \(0\) must be a whole number of at least 1"):
         CommunicationProfiler(**{option: 0})
