@@ -13,16 +13,19 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_boost.collectives import Label, record_collectives
 from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS
 from lightning_boost.pipeline_parallel.borders import is_border_gradient
+from lightning_boost.torch_internals import OpOverload, TorchDispatchMode, private
+
+_current_graph_task_id = private("torch._C", "_current_graph_task_id")
+_group_in = private("torch.distributed", "ProcessGroup.unbox")
+_work_in = private("torch.distributed", "Work.unbox")
 
 WHOLE_WORLD = "all"
 """In the place of an axis: all processes, or a group that is of no axis."""
@@ -236,7 +239,7 @@ class CommunicationTrace(TorchDispatchMode):
 
     def _label(self, axis: str, operation: str, tensors: list[Tensor]) -> tuple[str, str]:
         """Return what a collective of torch's own is for, and the pass it belongs to."""
-        is_backward = torch._C._current_graph_task_id() != -1
+        is_backward = _current_graph_task_id() != -1
         pass_ = "step" if self.is_in_step else "backward" if is_backward else "forward"
         if operation in ("send", "recv") and axis == "pipeline":
             return ("gradients", "backward") if any(map(is_border_gradient, tensors)) else ("activations", "forward")
@@ -257,7 +260,7 @@ class CommunicationTrace(TorchDispatchMode):
     def _keep_work(self, output: Any, record: "_Stamped") -> None:
         last = output[-1] if isinstance(output, tuple | list) and output else output
         if isinstance(last, torch.ScriptObject):
-            work = Work.unbox(last)
+            work: Work = _work_in(last)
             # held, so that whoever waits gets this very object
             self._works[id(work)] = work, record
 
@@ -309,7 +312,8 @@ def _group_of(args: tuple[Any, ...], *, in_place: bool) -> str | None:
         return names[-1] if names else None
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
-            return ProcessGroup.unbox(argument).group_name
+            name: str = _group_in(argument).group_name
+            return name
     return None
 
 
