@@ -125,14 +125,21 @@ class HostClock:
 
 
 class CudaClock:
-    """Events on the GPU's stream: a collective takes the stream's time, not the host's."""
+    """Events on the GPU's streams: a collective takes the stream's time, not the host's.
+
+    A stamp goes into the stream that is current where a collective is issued or waited for. That is the one which the
+    collective's result is made available to, whichever stream NCCL uses; stamps are put on the host's clock by one
+    event while the GPU does nothing. The host waits for the GPU here and in ``seconds``, and never for a stamp.
+    """
 
     def __init__(self) -> None:
         torch.cuda.synchronize()
         self._started, self._origin = time.perf_counter(), self.stamp()
+        # a stamp may go into another stream, whose end says nothing of this one's
+        self._origin.synchronize()
 
     def stamp(self) -> torch.cuda.Event:
-        """Put an event into the stream."""
+        """Put an event into the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -140,6 +147,7 @@ class CudaClock:
     def seconds(self, stamp: torch.cuda.Event) -> float:
         """Return when the stream came to it, on the host's clock."""
         stamp.synchronize()
+        # in milliseconds
         return self._started + float(self._origin.elapsed_time(stamp)) / 1e3
 
 
