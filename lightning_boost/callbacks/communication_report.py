@@ -155,7 +155,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     times = [_number(row[name], "{:.3f}") for name in ("blocked_ms", "waiting_ms", "transfer_ms")]
     return [
         *(row[name] for name in ("axis", "pass", "chunk", "operation")),
-        f"{row['launches']:g}",
+        f"{round(row['launches'], 3):g}",
         _mebibytes(row["bytes"]),
         _formula(row),
         *times,
@@ -168,7 +168,7 @@ def _formula(row: dict[str, Any]) -> str:
         return "no formula" if row["axis"] == "tensor" else ""
     if row["is_as_formula"]:
         return "the same"
-    return f"{row['formula_launches'] or 0:g}, {_mebibytes(row['formula_bytes'] or 0)} MiB"
+    return f"{round(row['formula_launches'] or 0, 3):g}, {_mebibytes(row['formula_bytes'] or 0)} MiB"
 
 
 def _mebibytes(num_bytes: float) -> str:
