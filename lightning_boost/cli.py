@@ -45,7 +45,8 @@ DESCRIPTION = (
 )
 
 _UNKNOWN_OPTION = re.compile(r"(?:does not accept option|Option) '([^']+)'|[Uu]nrecognized arguments: --([^\s=]+)")
-_FAILED_CLASS = re.compile(r"Problem with given class_path '([^']+)':\n((?: {4,}.*\n)+)")
+_FAILED_CLASS = re.compile(r"^( *).*Problem with given class_path '([^']+)':\n((?:\1 {3,}.*\n)+)", re.MULTILINE)
+_FAILED_OBJECT = re.compile(r"Errors:\n +- ((?:.*\n)+?) +- Not a valid subclass of ")
 _NAMED_IN_RECIPES = (BoostParallelStrategy, OnlineRMSNormVerifier, RunSummary, TokenThroughput)
 
 
@@ -65,6 +66,7 @@ class _Parser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        message = _cause(message)
         unknown = _UNKNOWN_OPTION.search(message)
         if unknown:
             message += self._nearest(unknown[1] or unknown[2], getattr(ex, "subcommand_parser", None) or self)
@@ -132,7 +134,10 @@ def _is_there(checkpoint: Path) -> bool:
 def _cause(message: str) -> str:
     """Return the part that tells why a class could not be built, without the other types that would also do there."""
     failed = _FAILED_CLASS.search(message)
-    return f"{failed[1]} cannot be used: {' '.join(failed[2].split())}" if failed else message
+    if failed:
+        return f"{failed[2]} cannot be used: {' '.join(failed[3].split())}"
+    failed = _FAILED_OBJECT.search(message)
+    return " ".join(failed[1].split()) if failed else message
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

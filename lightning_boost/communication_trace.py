@@ -13,16 +13,19 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_boost.collectives import Label, record_collectives
 from lightning_boost.mesh import DATA_AXIS, PIPELINE_AXIS, REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS
 from lightning_boost.pipeline_parallel.borders import is_border_gradient
+from lightning_boost.torch_internals import OpOverload, TorchDispatchMode, private
+
+_current_graph_task_id = private("torch._C", "_current_graph_task_id")
+_group_in = private("torch.distributed", "ProcessGroup.unbox")
+_work_in = private("torch.distributed", "Work.unbox")
 
 WHOLE_WORLD = "all"
 """In the place of an axis: all processes, or a group that is of no axis."""
@@ -122,14 +125,21 @@ class HostClock:
 
 
 class CudaClock:
-    """Events on the GPU's stream: a collective takes the stream's time, not the host's."""
+    """Events on the GPU's streams: a collective takes the stream's time, not the host's.
+
+    A stamp goes into the stream that is current where a collective is issued or waited for. That is the one which the
+    collective's result is made available to, whichever stream NCCL uses; stamps are put on the host's clock by one
+    event while the GPU does nothing. The host waits for the GPU here and in ``seconds``, and never for a stamp.
+    """
 
     def __init__(self) -> None:
         torch.cuda.synchronize()
         self._started, self._origin = time.perf_counter(), self.stamp()
+        # a stamp may go into another stream, whose end says nothing of this one's
+        self._origin.synchronize()
 
     def stamp(self) -> torch.cuda.Event:
-        """Put an event into the stream."""
+        """Put an event into the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -137,6 +147,7 @@ class CudaClock:
     def seconds(self, stamp: torch.cuda.Event) -> float:
         """Return when the stream came to it, on the host's clock."""
         stamp.synchronize()
+        # in milliseconds
         return self._started + float(self._origin.elapsed_time(stamp)) / 1e3
 
 
@@ -236,7 +247,7 @@ class CommunicationTrace(TorchDispatchMode):
 
     def _label(self, axis: str, operation: str, tensors: list[Tensor]) -> tuple[str, str]:
         """Return what a collective of torch's own is for, and the pass it belongs to."""
-        is_backward = torch._C._current_graph_task_id() != -1
+        is_backward = _current_graph_task_id() != -1
         pass_ = "step" if self.is_in_step else "backward" if is_backward else "forward"
         if operation in ("send", "recv") and axis == "pipeline":
             return ("gradients", "backward") if any(map(is_border_gradient, tensors)) else ("activations", "forward")
@@ -257,7 +268,7 @@ class CommunicationTrace(TorchDispatchMode):
     def _keep_work(self, output: Any, record: "_Stamped") -> None:
         last = output[-1] if isinstance(output, tuple | list) and output else output
         if isinstance(last, torch.ScriptObject):
-            work = Work.unbox(last)
+            work: Work = _work_in(last)
             # held, so that whoever waits gets this very object
             self._works[id(work)] = work, record
 
@@ -309,7 +320,8 @@ def _group_of(args: tuple[Any, ...], *, in_place: bool) -> str | None:
         return names[-1] if names else None
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
-            return ProcessGroup.unbox(argument).group_name
+            name: str = _group_in(argument).group_name
+            return name
     return None
 
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_boost import BoostParallelStrategy, LowRankLanguageModel
-from lightning_boost.callbacks.communication_profiler import REPORT_NAME, CommunicationProfiler
+from lightning_boost.callbacks.communication_profiler import CommunicationProfiler
+from lightning_boost.callbacks.gathered_report import REPORT_NAME
 from tests.models import masked_batch, small_config
 from tests.users_module import trainer_for
 

@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "lightning_boost"
 
 FLOORS = (
-    {"config", "mesh", "kernels", "options", "new_directory"},
+    {"config", "mesh", "kernels", "options", "new_directory", "torch_internals"},
     {"collectives", "cost", "model", "data", "checkpoint_reader"},
     {"layout", "interchange"},
     {
@@ -54,6 +54,8 @@ CONFINED = {
 EVERYWHERE = {"lightning_boost", "torch", "typing_extensions", *sys.stdlib_module_names}
 
 LIGHTNING_DOOR = "strategy/lightning_internals.py"
+TORCH_DOOR = "torch_internals.py"
+WATCHES_A_RUN = ("callbacks/", "communication_trace.py", "tensor_parallel/verification.py")
 PRINTERS = {"commands"}
 MOST_LINES = 400
 
@@ -151,12 +153,25 @@ def third_party_libraries_stay_on_their_floor(source: Source) -> Iterator[str]:
 
 
 def private_lightning_names_have_one_door(source: Source) -> Iterator[str]:
-    if source.path == LIGHTNING_DOOR:
+    yield from private_imports(source, "lightning", LIGHTNING_DOOR)
+
+
+def what_watches_a_run_has_one_door_to_private_torch_names(source: Source) -> Iterator[str]:
+    if not source.path.startswith(WATCHES_A_RUN):
+        return
+    yield from private_imports(source, "torch", TORCH_DOOR)
+    for node in source.nodes():
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"torch(\.[a-zA-Z]\w*)*\._[a-zA-Z]\w*", ast.unparse(node)):
+            yield source.finding(node.lineno, f"{ast.unparse(node)} is private; take it by private() of {TORCH_DOOR}")
+
+
+def private_imports(source: Source, library: str, door: str) -> Iterator[str]:
+    if source.path == door:
         return
     for line, name in imports(source):
         top, *rest = name.split(".")
-        if top == "lightning" and any(part.startswith("_") and not part.endswith("__") for part in rest):
-            yield source.finding(line, f"{name} is private; import it in {LIGHTNING_DOOR}")
+        if top == library and any(part.startswith("_") and not part.endswith("__") for part in rest):
+            yield source.finding(line, f"{name} is private; import it in {door}")
 
 
 def rank_is_qualified(source: Source) -> Iterator[str]:
@@ -223,6 +238,7 @@ RULES: tuple[Rule, ...] = (
     imports_go_down_the_floors,
     third_party_libraries_stay_on_their_floor,
     private_lightning_names_have_one_door,
+    what_watches_a_run_has_one_door_to_private_torch_names,
     rank_is_qualified,
     tensor_axis_collectives_have_one_door,
     only_commands_print,
@@ -261,6 +277,21 @@ BREAKS = (
     (private_lightning_names_have_one_door, "cli.py", "from lightning.pytorch.utilities._pytree import tree_map"),
     (private_lightning_names_have_one_door, "strategy/boost.py", "from lightning.fabric.strategies.fsdp import _setup"),
     (private_lightning_names_have_one_door, "strategy/boost.py", "import lightning.pytorch._graveyard"),
+    (
+        what_watches_a_run_has_one_door_to_private_torch_names,
+        "communication_trace.py",
+        "from torch._ops import OpOverload",
+    ),
+    (
+        what_watches_a_run_has_one_door_to_private_torch_names,
+        "tensor_parallel/verification.py",
+        "from torch.utils import _python_dispatch",
+    ),
+    (
+        what_watches_a_run_has_one_door_to_private_torch_names,
+        "callbacks/timing.py",
+        "import torch\nt = torch._C._current_graph_task_id()",
+    ),
     (rank_is_qualified, "config.py", "def build(rank): ..."),
     (rank_is_qualified, "config.py", "attn_rank: int = 512"),
     (rank_is_qualified, "mesh.py", "class Mesh:\n    def __init__(self):\n        self.rank = 0"),
@@ -284,6 +315,11 @@ KEEPS = (
     (third_party_libraries_stay_on_their_floor, "callbacks/timing.py", "import lightning.pytorch as pl"),
     (private_lightning_names_have_one_door, LIGHTNING_DOOR, "from lightning.pytorch._graveyard import _x"),
     (private_lightning_names_have_one_door, "cli.py", "from lightning import __version__"),
+    (
+        what_watches_a_run_has_one_door_to_private_torch_names,
+        "communication_trace.py",
+        "import torch\nfrom lightning_boost.torch_internals import OpOverload\ntorch.__version__",
+    ),
     (rank_is_qualified, "mesh.py", "tp_rank = dist.get_rank(group)\nsplit(x, rank=tp_rank)\nlow_rank = True"),
     (
         tensor_axis_collectives_have_one_door,

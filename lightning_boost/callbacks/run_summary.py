@@ -41,10 +41,15 @@ class RunSummary(Callback):
         sample_tokens: Length of the sample; 0 for none.
         next_command: The command to try next; ``{checkpoint}`` in it becomes the path of the last checkpoint and
             ``{python}`` that of the interpreter. Left out if no checkpoint was saved.
+
+    Raises:
+        ValueError: If ``sample_tokens`` is below 0.
     """
 
     def __init__(self, *, prompt: str = "The ", sample_tokens: int = 200, next_command: str | None = None) -> None:
         super().__init__()
+        if sample_tokens < 0:
+            raise ValueError(f"sample_tokens ({sample_tokens}) must be at least 0, which makes no sample.")
         self.prompt = prompt
         self.sample_tokens = sample_tokens
         self.next_command = next_command

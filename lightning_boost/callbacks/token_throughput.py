@@ -55,7 +55,7 @@ class TokenThroughput(Callback):
         window: Steps over which the rate is taken; of accumulated gradients each batch is one.
         warmup_steps: Those of each run that are left out.
         peak_flops: Operations per second that one device can do at most. ``None``: that of the card for dense bf16,
-            where it is known; a CPU's is not.
+            where it is known, and where not that is said; a CPU's is not.
 
     Raises:
         ValueError: If ``window`` is below 1, ``warmup_steps`` below 0, or ``peak_flops`` not above 0.
@@ -96,9 +96,8 @@ class TokenThroughput(Callback):
         self._started = None
         self._steps_seen = 0
         self._recent = []
-        device, config = pl_module.device, config_of(pl_module)
-        known = peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        self._peak = self.peak_flops or known
+        config = config_of(pl_module)
+        self._peak = self.peak_flops or _peak_of(pl_module.device)
         self._flops_per_token = None if config is None else _flops_per_token(config, recompute_of(trainer))
         self._pipeline = next(filter(None, map(find_pipeline, pl_module.modules())), None)
         if self._peak is not None and config is None:
@@ -156,6 +155,19 @@ class TokenThroughput(Callback):
         tokens = input_ids.numel()
         flops, executed = (0, 0) if self._flops_per_token is None else self._flops_per_token(input_ids.shape[-1])
         return _Step(seconds, tokens, tokens * flops, tokens * executed)
+
+
+def _peak_of(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    known = peak_flops_of(name)
+    if known is None:
+        rank_zero_info(
+            f"TokenThroughput leaves MFU out: it does not know the peak of {name!r}. Give peak_flops, the dense bf16"
+            " operations per second of one such device by its data sheet."
+        )
+    return known
 
 
 def _input_ids(batch: Any) -> torch.Tensor:

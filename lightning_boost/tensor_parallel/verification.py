@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_boost.collectives import Label, all_gather
 from lightning_boost.model.norm import normalize
 from lightning_boost.tensor_parallel.bottleneck import NormalizedProjections
 from lightning_boost.tensor_parallel.library import wide_dtype
+from lightning_boost.torch_internals import private
+
+_disable_current_modes = private("torch.utils._python_dispatch", "_disable_current_modes")
 
 CHUNK = "verification"
 """Label of the collectives that a comparison adds, the norm's own again among them."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_boost import LowRankLanguageModel
-from lightning_boost.callbacks.communication_profiler import TRACE_NAME
+from lightning_boost.callbacks.gathered_report import TRACE_NAME
 from lightning_boost.collectives import Label, all_reduce, register_group
 from lightning_boost.communication_trace import CommunicationTrace
 from lightning_boost.mesh import TENSOR_AXIS

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_boost import BoostParallelStrategy, LowRankLanguageModel
@@ -23,6 +22,7 @@ from lightning_boost.tensor_parallel.verification import online_norms
 from tests.models import masked_batch, small_config
 from tests.processes import run_processes
 from tests.users_module import UsersModule, loader, trainer_for
+from tests.watched_steps import StepWatch
 
 NORMS = [
     f"net.model.layers.{layer}.{norm}" for layer in (0, 1) for norm in ("input_layernorm", "post_attention_layernorm")
@@ -119,35 +119,16 @@ def test_each_stage_of_a_pipeline_verifies_its_own_norms_once_a_step(tmp_path):
 # ---- what it leaves alone
 
 
-class _Operations(TorchDispatchMode):
+class _Watch(StepWatch):
+    """Counts the norms' hooks behind each step, too."""
+
     def __init__(self):
         super().__init__()
-        self.num_seen = 0
+        self.hooks = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.num_seen += 1
-        return func(*args, **(kwargs or {}))
-
-
-class _Watch(pl.Callback):
-    """Counts what each step runs, from one start of a batch to the next, and the norms' hooks in and after it."""
-
-    def __init__(self):
-        self.steps, self._watch = [], contextlib.ExitStack()
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self._finish(pl_module)
-        self._log = self._watch.enter_context(count_collectives())
-        self._operations = self._watch.enter_context(_Operations())
-
-    def on_train_end(self, trainer, pl_module):
-        self._finish(pl_module)
-
-    def _finish(self, pl_module):
-        self._watch.close()
-        if hasattr(self, "_log"):
-            traffic = self._log.total()
-            self.steps.append((self._operations.num_seen, traffic.launches, traffic.values, _num_hooks(pl_module)))
+    def _note(self, pl_module, operations, log):
+        super()._note(pl_module, operations, log)
+        self.hooks.append(_num_hooks(pl_module))
 
 
 class _Hooked(UsersModule):
@@ -170,20 +151,20 @@ def _steps(folder, verify):
     trainer = trainer_for(callbacks=callbacks, default_root_dir=folder)
     module = _Hooked()
     trainer.fit(module, loader())
-    return watch.steps, module.losses, module.hooks
+    return watch.steps, watch.hooks, module.losses, module.hooks
 
 
 def test_steps_between_run_no_hook_no_operation_and_no_collective(tmp_path):
     runs = (run_processes(_steps, 2, tmp_path, verify) for verify in (False, True))
-    for (plain, losses, _), (verified, same, hooks) in zip(*runs, strict=True):
+    for (plain, _, losses, _), (verified, hooks_left, same, hooks) in zip(*runs, strict=True):
         assert hooks == [len(NORMS), 0, 0, len(NORMS)]
+        assert hooks_left == [0] * 4
         assert len(plain) == 4
         assert verified[1:3] == plain[1:3]
         for step in (0, 3):
-            assert verified[step][0] > plain[step][0]
+            assert verified[step].operations > plain[step].operations
             # an all-reduce and an all-gather for each norm
-            assert verified[step][1] == plain[step][1] + 2 * len(NORMS)
-            assert verified[step][-1] == 0
+            assert verified[step].launches == plain[step].launches + 2 * len(NORMS)
         assert losses == same
 
 

@@ -7,49 +7,21 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed import Work
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_boost import LowRankLanguageModel, collectives, communication_trace
-from lightning_boost.callbacks.communication_profiler import REPORT_NAME, CommunicationProfiler
+from lightning_boost.callbacks.communication_profiler import CommunicationProfiler
+from lightning_boost.callbacks.gathered_report import REPORT_NAME
 from tests.models import small_config
 from tests.processes import run_processes
 from tests.profiled_fit import data_for, figures_of, fit_profiled
 from tests.users_module import trainer_for
-
-
-class _Operations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.num_seen = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.num_seen += 1
-        return func(*args, **(kwargs or {}))
-
-
-class _Watch(pl.Callback):
-    """Counts the operations of each step, from one start of a batch to the next."""
-
-    def __init__(self):
-        self.steps, self._watch = [], contextlib.ExitStack()
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.finish()
-        self._operations = self._watch.enter_context(_Operations())
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self._watch.close()
-        self.steps.append(self._operations.num_seen)
-
-    def finish(self):
-        self._watch.close()
+from tests.watched_steps import StepWatch
 
 
 class _CountingClock(communication_trace.HostClock):
@@ -71,7 +43,7 @@ class _Noting(LowRankLanguageModel):
 
 def _steps(folder, is_profiled):
     communication_trace.HostClock = _CountingClock
-    config, watch = small_config(attention_dropout=0.1), _Watch()
+    config, watch = small_config(attention_dropout=0.1), StepWatch()
     callbacks = [watch, CommunicationProfiler(every_n_steps=2)] if is_profiled else [watch]
     module = _Noting(config)
     torch.manual_seed(0)
@@ -81,11 +53,12 @@ def _steps(folder, is_profiled):
 
 def test_steps_between_take_no_time_stamp_and_no_operation_and_losses_are_the_same(tmp_path):
     plain, profiled = (run_processes(_steps, 2, tmp_path, is_profiled) for is_profiled in (False, True))
-    for (operations, losses, _), (more_operations, same_losses, stamps) in zip(plain, profiled, strict=True):
+    for (steps, losses, _), (profiled_steps, same_losses, stamps) in zip(plain, profiled, strict=True):
         assert same_losses == losses
         assert stamps.keys() == {1, 3}
-        # the first makes the optimizer's states
-        assert [more_operations[step] for step in (0, 2, 4)] == [operations[step] for step in (0, 2, 4)]
+        assert [profiled_steps[step] for step in (2, 4)] == [steps[step] for step in (2, 4)]
+        # the formula, when it is first worked out, asks which of two dtypes is the wider
+        assert profiled_steps[0] == steps[0]._replace(operations=steps[0].operations + 1)
 
 
 class _Skipping(LowRankLanguageModel):
@@ -232,6 +205,6 @@ def test_a_file_is_whole_or_the_one_before(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["every_n_steps", "traced_steps"])
-def test_wrong_options_arerefuse_constantd(option):
+def test_wrong_options_are_refused(option):
     with pytest.raises(ValueError, match=rf"{option} \(0\) must be a whole number of at least 1"):
         CommunicationProfiler(**{option: 0})

@@ -55,6 +55,35 @@ def test_wrong_options_are_told_in_one_sentence(capsys, arguments, message):
     assert "usage:" not in error
 
 
+@pytest.mark.parametrize(
+    ("callback", "options", "message"),
+    [
+        (
+            "communication_profiler.CommunicationProfiler",
+            "every_n_steps: 0",
+            "every_n_steps (0) must be a whole number",
+        ),
+        ("communication_profiler.CommunicationProfiler", "traced_step: 1", "Did you mean 'traced_steps'?"),
+        ("online_rms_norm_verifier.OnlineRMSNormVerifier", "tolerance: -1", "tolerance (-1.0) must be above 0"),
+        ("token_throughput.TokenThroughput", "peak_flops: 0", "peak_flops (0.0) must be above 0"),
+        ("run_summary.RunSummary", "sample_tokens: -1", "sample_tokens (-1) must be at least 0"),
+        ("RunSumary", "", "callbacks.RunSumary cannot be used: module 'lightning_boost.callbacks' has no attribute"),
+    ],
+)
+def test_wrong_options_of_a_callback_are_told_without_what_else_a_callback_may_be(
+    callback, options, message, capsys, tmp_path
+):
+    file = tmp_path / "wrong.yaml"
+    entry = f"{{class_path: lightning_boost.callbacks.{callback}, init_args: {{{options}}}}}"
+    file.write_text(f"trainer: {{callbacks+: [{entry}]}}\n")
+    lines = _error(capsys, "fit", "--config", str(QUICKSTART), "--config", str(file)).splitlines()
+    *_, error, way_out = lines
+    assert error.startswith("error: ")
+    assert message in error
+    assert "valid subclass" not in error
+    assert way_out.startswith("All options: ")
+
+
 def test_a_line_that_cannot_be_read_is_told_before_any_process_starts(capsys, tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "a", "answer": ""}\n')

@@ -6,17 +6,10 @@ import json
 
 import pytest
 
-from lightning_boost.callbacks.communication_report import (
-    Key,
-    ProcessReport,
-    Sample,
-    Sampled,
-    as_most,
-    rows_of,
-    show,
-    trace_events,
-    waiting_times,
-)
+from lightning_boost.callbacks.chrome_trace import trace_events
+from lightning_boost.callbacks.communication_report import ProcessReport, Sampled, as_most, rows_of, show
+from lightning_boost.callbacks.counted_traffic import Counts, Key
+from lightning_boost.callbacks.sampled_steps import Sample, waiting_times
 from lightning_boost.communication_trace import Event
 from lightning_boost.cost import Volume
 
@@ -28,11 +21,12 @@ def _event(started, wait_began, ended, *, operation="all_reduce", axis="tensor",
 
 
 def _sample(*events, began=0.0, seconds=10.0):
-    return Sample(1, seconds, [began], [seconds], list(events))
+    return Sample(1, began=[began], lasted=[seconds], events=list(events))
 
 
 def _report(counted=None, expected=None, missing_because=None):
-    return ProcessReport({"tensor": 0}, "a", 2, counted or {}, expected or {}, missing_because, None)
+    counts = Counts(2, 2, counted or {}, expected or {}, missing_because)
+    return ProcessReport({"tensor": 0}, "a", counts, None)
 
 
 def test_waiting_ends_when_the_last_process_comes():

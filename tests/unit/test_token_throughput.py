@@ -1,5 +1,6 @@
 """Tokens and operations per second, by a clock that only moves where the run is told to take time."""
 
+import re
 import warnings
 
 import lightning.pytorch as pl
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_boost import BoostParallelStrategy, LowRankLanguageModel
 from lightning_boost.callbacks import token_throughput
-from lightning_boost.callbacks.peak_flops import peak_flops_of
+from lightning_boost.callbacks.peak_flops import CARDS, peak_flops_of
 from lightning_boost.callbacks.token_throughput import TokenThroughput
 from lightning_boost.cost import recompute_flops, training_flops
 from lightning_boost.pipeline_parallel.options import PipelineOptions
@@ -228,9 +229,13 @@ def test_a_model_of_another_kind_is_told_of_in_one_sentence(monkeypatch, tmp_pat
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H200", 989e12),
         ("NVIDIA L40S", 362e12),
-        ("NVIDIA A800-SXM4-80GB", 312e12),
-        ("NVIDIA H800", 989e12),
-        ("NVIDIA H800 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA GH200 480GB", 990e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA A40", 149.7e12),
+        ("NVIDIA GB200", None),
+        ("NVIDIA H800", None),
         ("NVIDIA A10G", None),
         ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None),
         ("GRID A100-20C", None),
@@ -239,6 +244,34 @@ def test_a_model_of_another_kind_is_told_of_in_one_sentence(monkeypatch, tmp_pat
 )
 def test_a_cards_peak_is_known_by_its_name(name, peak):
     assert peak_flops_of(name) == peak
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: " ".join(card.words))
+def test_peaks_are_half_of_what_data_sheets_give_with_sparsity(card):
+    """Some round both, and the L40S's are 362.05 and 733."""
+    (figure,) = re.findall(r" ([\d,.]+) with sparsity$", card.data_sheet)
+    assert card.peak_flops == pytest.approx(float(figure.replace(",", "")) * 1e12 / 2, rel=0.013)
+
+
+class _OnCard(_Language):
+    device = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("NVIDIA X1", None, 1),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None, 1),
+        ("NVIDIA A100-SXM4-80GB", None, 0),
+        ("NVIDIA X1", 1e12, 0),
+    ],
+)
+def test_a_card_that_is_not_in_the_table_is_told_of_with_the_way_out(name, given, said, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    throughput = TokenThroughput(peak_flops=given)
+    with caplog.at_level("INFO"):
+        throughput.on_train_start(pl.Trainer(accelerator="cpu", logger=False), _OnCard(_Clock(), small_config()))
+    assert caplog.text.count(f"does not know the peak of {name!r}. Give peak_flops") == said
 
 
 def test_the_bubble_is_that_of_the_schedule():
