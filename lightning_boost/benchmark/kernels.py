@@ -19,6 +19,7 @@ from lightning_boost.benchmark.kernel_times import BlockTimes, KernelTimes, time
 from lightning_boost.benchmark.live_memory import UncomputedProducts
 from lightning_boost.benchmark.processes import Device
 from lightning_boost.benchmark.report import Bars, Report
+from lightning_boost.benchmark.timing import check_repetitions
 from lightning_boost.collectives import register_group
 from lightning_boost.config import LlamaConfig
 from lightning_boost.kernels.cases import Case, Sizes, cases
@@ -54,8 +55,12 @@ def measure_kernels(
         ValueError: If the sizes do not go together, or there is no GPU to time on.
     """
     check_shares(config, tensor_parallel_size, num_tokens)
-    if num_tokens % sequence_length:
-        raise ValueError(f"tokens ({num_tokens}) must be a multiple of the sequence length ({sequence_length}).")
+    check_repetitions(repetitions)
+    if sequence_length < 1 or num_tokens % sequence_length:
+        raise ValueError(
+            f"tokens ({num_tokens}) must be a multiple of the sequence length ({sequence_length}), which is at least 1:"
+            " set tokens or sequence_length."
+        )
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device ('cuda') needs a GPU, and torch sees none; set it to 'cpu' for what is counted alone.")
     sizes = share_of(config, tensor_parallel_size, num_tokens, sequence_length)
