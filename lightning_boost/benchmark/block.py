@@ -24,6 +24,7 @@ from lightning_boost.benchmark.peers import apply_plan
 from lightning_boost.benchmark.processes import Device, run_pinned
 from lightning_boost.benchmark.report import Report, compare
 from lightning_boost.benchmark.timing import Timings, check_repetitions, time_interleaved
+from lightning_boost.communication_trace import CommunicationTrace, Event
 from lightning_boost.mesh import TENSOR_AXIS, ParallelSizes, build_mesh
 from lightning_boost.model.initialization import initialize
 
@@ -94,8 +95,12 @@ def _measure(
         {name: Timings(*pair) for name, pair in found["times"].items()},
         pairs,
         paper=paper,
-        notes=[in_words(found["machine"])],
-        figures={"machine": found["machine"], "sizes": {**vars(sizes), "processes": num_processes}},
+        notes=[_collectives_in_words(found["collectives"]), in_words(found["machine"])],
+        figures={
+            "collectives": found["collectives"],
+            "machine": found["machine"],
+            "sizes": {**vars(sizes), "processes": num_processes},
+        },
     )
 
 
@@ -106,11 +111,37 @@ def _run(
     repetitions: int,
 ) -> dict[str, Any]:
     given = BlockSizes(**sizes)
-    times = time_interleaved(make_steps(given, device), repetitions=repetitions, warmup=2, device=device)
+    steps = make_steps(given, device)
+    times = time_interleaved(steps, repetitions=repetitions, warmup=2, device=device)
     return {
         "times": {name: tuple(timing) for name, timing in times.items()},
+        "collectives": {name: _count(step, device) for name, step in steps.items()},
         "machine": machine_balance(given, device),
     }
+
+
+def _count(step: Callable[[], object], device: torch.device) -> dict[str, dict[str, int]]:
+    """Return how many collectives a step launches on a process, torch's own too, and the bytes handed in, by pass."""
+    with CommunicationTrace({}, is_cuda=device.type == "cuda").open() as trace:
+        step()
+    return traffic_by_pass(trace.events())
+
+
+def traffic_by_pass(events: Sequence[Event]) -> dict[str, dict[str, int]]:
+    """Return the launches and bytes of collectives, by pass."""
+    by_pass = {pass_: [event.bytes for event in events if event.pass_ == pass_] for pass_ in ("forward", "backward")}
+    return {pass_: {"launches": len(sizes), "bytes": sum(sizes)} for pass_, sizes in by_pass.items()}
+
+
+def _collectives_in_words(collectives: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
+    written = (
+        f"{name} "
+        + " + ".join(
+            f"{each['launches']} ({each['bytes'] / 2**20:.3g} MiB)" for each in passes.values() if each["launches"]
+        )
+        for name, passes in collectives.items()
+    )
+    return f"Collectives of a process, forward + backward: {'; '.join(written)}."
 
 
 def scheme_steps(sizes: BlockSizes, device: torch.device) -> Steps:

@@ -32,6 +32,20 @@ TINY = [
 ]
 
 
+LAUNCHES = {
+    "full_rank": (2, 2),
+    "vanilla": (7, 4),
+    "vanilla_sharded": (9, 9),
+    "bottleneck": (4, 4),
+    "peers": (7, 7),
+    "grouped": (4, 4),
+    "grouped, forward": (4, 0),
+    "ungrouped": (7, 7),
+    "ungrouped, forward": (7, 0),
+}
+"""Of a block, forward and backward."""
+
+
 def test_ratios_are_taken_repetition_by_repetition():
     assert ratios([2.0, 9.0, 4.0], [1.0, 3.0, 1.0]) == Quartiles(2.5, 3.0, 3.5)
 
@@ -82,6 +96,12 @@ def test_what_is_compared_takes_turns(what, candidates, ratios, capfd):
             quartiles = ratio[which]
             assert 0 < quartiles["p25"] <= quartiles["median"] <= quartiles["p75"]
     assert found["sizes"]["processes"] == 2
+    if what == "strategy":
+        return
+    launches = {
+        name: tuple(each["launches"] for each in passes.values()) for name, passes in found["collectives"].items()
+    }
+    assert launches == {name: LAUNCHES[name] for name in candidates}
 
 
 @pytest.mark.usefixtures("warm")
