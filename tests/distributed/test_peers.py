@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader
 
 from lightning_boost.benchmark import block, peers
 from lightning_boost.benchmark.blocks import BlockSizes, block_config
+from lightning_boost.benchmark.setup import Setup
 from lightning_boost.communication_trace import CommunicationTrace
 from lightning_boost.mesh import TENSOR_AXIS
 from lightning_boost.parity.trajectory import Trajectory, compare
-from tests.models import masked_batch, one_process_model, whole
+from tests.models import CPU, masked_batch, one_process_model, whole
 from tests.processes import run_processes
 from tests.users_module import trainer_for
 
@@ -126,7 +127,7 @@ def test_a_block_launches_what_the_benchmark_counts():
     }
     for _, collectives in run_processes(_fit, 2, "SGD"):
         assert collectives == of_training
-    for found in run_processes(block._run, 2, torch.device("cpu"), block.peer_steps, vars(SIZES), 2):
+    for found in run_processes(block._run, 2, CPU, Setup(sizes=SIZES, repetitions=2), block.peer_steps):
         assert found["collectives"]["peers"] == of_a_block
 
 
