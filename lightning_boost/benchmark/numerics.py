@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from lightning_boost.benchmark.online_norm import EPS, Form, check_draws, one_hot_limbs, rounded_column, share_of
 from lightning_boost.benchmark.processes import Device, run_together
-from lightning_boost.benchmark.report import Report
+from lightning_boost.benchmark.report import Bars, Report
 from lightning_boost.model.norm import RMSNorm, normalize
 
 FEATURES = 1024
@@ -80,6 +80,10 @@ def measure_numerics(*, num_tokens: int, num_processes: int, num_draws: int, dev
             **{dtype: _figures(dtype, forms) for dtype, forms in found.items()},
             "sizes": {"tokens": num_tokens, "processes": num_processes, "draws": num_draws},
         },
+        bars=[
+            Bars(f"{dtype}: absolute difference of the output from float64", "difference", _differences(forms))
+            for dtype, forms in found.items()
+        ],
     )
 
 
@@ -89,6 +93,13 @@ def _rows(dtype: str, forms: dict[str, Exactness]) -> Iterator[list[str]]:
         yield [f"{dtype}, {form}", *of_one_process, *(f"{value:.1e}" for value in exactness.from_float64)]
     name = f"{dtype}, paper ({PAPER_TOKENS} tokens, {PAPER_PROCESSES} GPUs)"
     yield [name, *(f"{value:.1e}" for value in PAPER[dtype]), "", ""]
+
+
+def _differences(forms: dict[str, Exactness]) -> dict[str, dict[str, float]]:
+    """Return what is drawn: the largest and the mean difference, by form."""
+    return {
+        which: {form: getattr(each.from_float64, which) for form, each in forms.items()} for which in Distance._fields
+    }
 
 
 def _figures(dtype: str, forms: dict[str, Exactness]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from lightning_boost.benchmark.online_norm import (
     wide_payload,
 )
 from lightning_boost.benchmark.processes import Device, run_together
-from lightning_boost.benchmark.report import Report
+from lightning_boost.benchmark.report import Bars, Report
 from lightning_boost.collectives import count_collectives
 from lightning_boost.model.norm import normalize
 
@@ -70,6 +70,7 @@ def measure_statistic(*, num_tokens: int, num_processes: int, device: Device = "
         rows=list(_rows(found)),
         figures={"forms": found, "sizes": {"tokens": num_tokens, "processes": num_processes}},
         notes=["output: Frobenius norms; outliers: one feature multiplied by 60, another by 30"],
+        bars=(Bars("relative error of the output from float64", "error", _errors(found)),),
     )
 
 
@@ -84,6 +85,12 @@ def _rows(found: dict[str, Any]) -> Iterator[list[str]]:
             f"{each['output']['outliers']:.2e}",
             "" if statistic is None else f"{statistic:.1e}",
         ]
+
+
+def _errors(found: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the errors that are drawn, by form, by input."""
+    inputs = {"Gaussian": "gaussian", "with outliers": "outliers"}
+    return {name: {form: each["output"][which] for form, each in found.items()} for name, which in inputs.items()}
 
 
 def _measure(device: torch.device, num_tokens: int) -> dict[str, dict[str, Any]]:

@@ -267,8 +267,9 @@ def test_one_process_has_nothing_to_communicate():
 
 
 @pytest.mark.usefixtures("warm")
-def test_the_statistic_s_ways_are_counted_and_exact_as_they_should_be(capfd):
-    found = _figures(capfd, "statistic", "--tokens=8", "--processes=2")
+def test_the_statistic_s_ways_are_counted_and_exact_as_they_should_be(capfd, tmp_path):
+    found = _figures(capfd, "statistic", "--tokens=8", "--processes=2", f"--output={tmp_path}")
+    assert {path.name for path in tmp_path.iterdir()} == {"statistic.txt", "statistic.json", "statistic.png"}
     assert found["sizes"] == {"tokens": 8, "processes": 2}
     one_process, apart, column, local_first, limbs, wide = found["forms"].values()
     moved = [(each["launches"], each["statistic_bytes_per_token"]) for each in found["forms"].values()]
@@ -364,8 +365,9 @@ def test_numerics_are_measured_in_new_processes(capfd):
 
 
 @pytest.mark.usefixtures("warm")
-def test_numerics_are_shown_beside_the_paper_s(capfd):
-    shown = _run(capfd, "numerics", "--repetitions=1")
+def test_numerics_are_shown_beside_the_paper_s(capfd, tmp_path):
+    shown = _run(capfd, "numerics", "--repetitions=1", f"--output={tmp_path}")
+    assert {path.name for path in tmp_path.glob("*.png")} == {"numerics_1.png", "numerics_2.png"}
     assert "2 tokens, 4 processes; absolute, median of 1 draws" in shown
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
     assert rows[0][:3] == ["float32, one process", "", ""]
