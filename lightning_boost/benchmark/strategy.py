@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,8 @@ class _LoopBetween(Callback):
 
 
 def _measure(device: torch.device, setup: Setup) -> list[tuple[list[float], list[float]]]:
+    # as on the command line: Lightning 2.6 calls what torch has since renamed
+    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
     given = setup.sizes
     if not is_under_torchrun():
         _tell_lightning()

@@ -26,6 +26,8 @@ from lightning_boost.benchmark.strategy import measure_strategy
 from lightning_boost.commands.display import console_for_results
 from lightning_boost.config import LlamaConfig
 
+SIZES = BlockSizes()
+
 Command = Callable[..., int]
 
 
@@ -35,7 +37,7 @@ def _timed(name: str, measure: Callable[[Setup], Report | None], summary: str, *
 
     def command(
         *,
-        sizes: BlockSizes | None = None,
+        sizes: BlockSizes = SIZES,
         processes: int = 2,
         repetitions: int = default,
         device: Device = "cpu",
@@ -43,13 +45,13 @@ def _timed(name: str, measure: Callable[[Setup], Report | None], summary: str, *
         output: str | None = None,
     ) -> int:
         check_output(output)
-        setup = Setup(sizes=sizes or BlockSizes(), num_processes=processes, repetitions=repetitions, device=device)
+        setup = Setup(sizes=sizes, num_processes=processes, repetitions=repetitions, device=device)
         return _show(name, measure(setup), json, output)
 
     command.__doc__ = f"""{summary}
 
     Args:
-        sizes: Of a block; none: hidden size 1024, MLP 2752, bottleneck 256, 2,048 tokens, bf16.
+        sizes: Of a block and its input.
         processes: Tensor size.
         repetitions: Of everything; the more, the steadier the quartiles.
         device: Where it computes; on several GPUs also under torchrun.
@@ -79,7 +81,7 @@ def _counted(name: str, measure: Callable[..., Report], summary: str, *, tokens:
     command.__doc__ = f"""{summary}
 
     Args:
-        config: Of the model; none: the paper's 7B.
+        config: Of the model, by default the paper's 7B.
         tensor_parallel_size: Processes, which need not exist.
         tokens: Of a micro-batch.
         json: Whether the last line of standard output is one JSON object.

@@ -421,6 +421,17 @@ def test_what_cannot_be_measured_is_refused(options, message):
         block.measure_block(Setup(sizes=BlockSizes(**sizes), **how))
 
 
+def test_wrong_sizes_are_told_in_one_sentence(capfd):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["benchmark", "block", "--sizes.num_attention_heads=3"])
+    assert exit_info.value.code == 2
+    sentence, hint = capfd.readouterr().err.splitlines()
+    assert sentence.startswith(
+        "error: sizes.hidden_size (1024) must be a multiple of twice sizes.num_attention_heads (3)"
+    )
+    assert hint == "All options: python -m lightning_boost benchmark block --help"
+
+
 def test_torch_s_plan_is_refused_a_bottleneck_that_it_cannot_split():
     with pytest.raises(ValueError, match=r"sizes.bottleneck_size \(7\) must be a multiple of processes \(2\)"):
         block.measure_peers(Setup(sizes=BlockSizes(bottleneck_size=7)))
