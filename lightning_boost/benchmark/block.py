@@ -13,7 +13,6 @@ from lightning_boost.benchmark.blocks import (
     BlockSizes,
     Candidate,
     block_config,
-    check_sizes,
     in_words,
     machine_balance,
     make_block,
@@ -21,96 +20,95 @@ from lightning_boost.benchmark.blocks import (
 )
 from lightning_boost.benchmark.paper import BLOCK_FORWARD_MICROSECONDS, ITERATION_SECONDS, over_bottleneck
 from lightning_boost.benchmark.peers import apply_plan
-from lightning_boost.benchmark.processes import Device, run_pinned
 from lightning_boost.benchmark.report import Report, compare
-from lightning_boost.benchmark.timing import Timings, check_repetitions, time_interleaved
+from lightning_boost.benchmark.setup import Setup
+from lightning_boost.benchmark.timing import Timings, time_interleaved
+from lightning_boost.communication_trace import CommunicationTrace, Event
 from lightning_boost.mesh import TENSOR_AXIS, ParallelSizes, build_mesh
 from lightning_boost.model.initialization import initialize
 
 Steps = dict[str, Callable[[], object]]
 
 
-def measure_block(sizes: BlockSizes, *, num_processes: int, repetitions: int, device: Device = "cpu") -> Report | None:
-    """Time one block under every scheme, forward and backward.
-
-    Args:
-        sizes: Of the block.
-        num_processes: Tensor size; a core or a GPU for each.
-        repetitions: Of every scheme.
-        device: Where it computes.
-
-    Returns:
-        The report; ``None`` on processes of torchrun other than 0.
-
-    Raises:
-        ValueError: If there are fewer cores or GPUs than processes, fewer than two repetitions, or sizes that the
-            processes cannot share.
-    """
+def measure_block(setup: Setup) -> Report | None:
+    """Time one block under every scheme, forward and backward; ``None`` where ``Setup.run`` gives none."""
     pairs = [(name, "bottleneck") for name in SCHEMES if name != "bottleneck"]
-    paper = over_bottleneck(ITERATION_SECONDS)
-    return _measure(scheme_steps, pairs, paper, sizes, num_processes, repetitions, device)
+    return _measure(scheme_steps, pairs, over_bottleneck(ITERATION_SECONDS), setup)
 
 
-def measure_peers(sizes: BlockSizes, *, num_processes: int, repetitions: int, device: Device = "cpu") -> Report | None:
-    """Time the block beside the same one under torch's tensor parallelism; arguments as of ``measure_block``.
+def measure_peers(setup: Setup) -> Report | None:
+    """Time the block beside the same one under torch's tensor parallelism.
 
     Raises:
-        ValueError: Also if processes do not divide the bottleneck, which torch's plan splits.
+        ValueError: If processes do not divide the bottleneck, which torch's plan splits.
     """
-    if num_processes > 0 and sizes.bottleneck_size % num_processes:
+    size = setup.sizes.bottleneck_size
+    if size % setup.num_processes:
         raise ValueError(
-            f"sizes.bottleneck_size ({sizes.bottleneck_size}) must be a multiple of processes ({num_processes}):"
-            " torch's plan splits the bottleneck, into equal parts only."
+            f"sizes.bottleneck_size ({size}) must be a multiple of processes ({setup.num_processes}): torch's plan"
+            " splits the bottleneck, into equal parts only."
         )
-    return _measure(peer_steps, [("peers", "bottleneck")], {}, sizes, num_processes, repetitions, device)
+    return _measure(peer_steps, [("peers", "bottleneck")], {}, setup)
 
 
-def measure_grouping(
-    sizes: BlockSizes, *, num_processes: int, repetitions: int, device: Device = "cpu"
-) -> Report | None:
-    """Time the block with and without grouped projections; arguments as of ``measure_block``."""
+def measure_grouping(setup: Setup) -> Report | None:
+    """Time the block with and without grouped projections."""
     pairs = [("ungrouped", "grouped"), ("ungrouped, forward", "grouped, forward")]
     default, grouped = BLOCK_FORWARD_MICROSECONDS[4]
-    paper = {pairs[1]: default / grouped}
-    return _measure(grouping_steps, pairs, paper, sizes, num_processes, repetitions, device)
+    return _measure(grouping_steps, pairs, {pairs[1]: default / grouped}, setup)
 
 
 def _measure(
     make_steps: Callable[[BlockSizes, torch.device], Steps],
     pairs: Sequence[tuple[str, str]],
     paper: Mapping[tuple[str, str], float],
-    sizes: BlockSizes,
-    num_processes: int,
-    repetitions: int,
-    device: Device,
+    setup: Setup,
 ) -> Report | None:
-    check_repetitions(repetitions)
-    check_sizes(sizes, num_processes)
-    found = run_pinned(_run, num_processes, make_steps, vars(sizes), repetitions, device=device)
+    found = setup.run(_run, make_steps)
     if found is None:
         return None
     return compare(
-        f"one block, forward and backward: {sizes.described(num_processes)}",
+        f"one block, forward and backward: {setup.described}",
         {name: Timings(*pair) for name, pair in found["times"].items()},
         pairs,
         paper=paper,
-        notes=[in_words(found["machine"])],
-        figures={"machine": found["machine"], "sizes": {**vars(sizes), "processes": num_processes}},
+        notes=[_collectives_in_words(found["collectives"]), in_words(found["machine"])],
+        figures={"collectives": found["collectives"], "machine": found["machine"], "sizes": setup.figures},
     )
 
 
-def _run(
-    device: torch.device,
-    make_steps: Callable[[BlockSizes, torch.device], Steps],
-    sizes: dict[str, Any],
-    repetitions: int,
-) -> dict[str, Any]:
-    given = BlockSizes(**sizes)
-    times = time_interleaved(make_steps(given, device), repetitions=repetitions, warmup=2, device=device)
+def _run(device: torch.device, setup: Setup, make_steps: Callable[[BlockSizes, torch.device], Steps]) -> dict[str, Any]:
+    steps = make_steps(setup.sizes, device)
+    times = time_interleaved(steps, repetitions=setup.repetitions, warmup=2, device=device)
     return {
         "times": {name: tuple(timing) for name, timing in times.items()},
-        "machine": machine_balance(given, device),
+        "collectives": {name: _count(step, device) for name, step in steps.items()},
+        "machine": machine_balance(setup.sizes, device),
     }
+
+
+def _count(step: Callable[[], object], device: torch.device) -> dict[str, dict[str, int]]:
+    """Return how many collectives a step launches on a process, torch's own too, and the bytes handed in, by pass."""
+    with CommunicationTrace({}, is_cuda=device.type == "cuda").open() as trace:
+        step()
+    return traffic_by_pass(trace.events())
+
+
+def traffic_by_pass(events: Sequence[Event]) -> dict[str, dict[str, int]]:
+    """Return the launches and bytes of collectives, by pass."""
+    by_pass = {pass_: [event.bytes for event in events if event.pass_ == pass_] for pass_ in ("forward", "backward")}
+    return {pass_: {"launches": len(sizes), "bytes": sum(sizes)} for pass_, sizes in by_pass.items()}
+
+
+def _collectives_in_words(collectives: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
+    written = (
+        f"{name} "
+        + " + ".join(
+            f"{each['launches']} ({each['bytes'] / 2**20:.3g} MiB)" for each in passes.values() if each["launches"]
+        )
+        for name, passes in collectives.items()
+    )
+    return f"Collectives of a process, forward + backward: {'; '.join(written)}."
 
 
 def scheme_steps(sizes: BlockSizes, device: torch.device) -> Steps:

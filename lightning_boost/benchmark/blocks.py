@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from lightning_boost.benchmark.timing import Quartiles, time_interleaved
 from lightning_boost.config import LlamaConfig, LowRankConfig, LowRankKind
 from lightning_boost.layout import find_decoder
-from lightning_boost.mesh import ParallelSizes, build_mesh
+from lightning_boost.mesh import ParallelSizes, build_mesh, legal_tensor_sizes
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.model.rotary import rotary_tables
 from lightning_boost.parallelize import parallelize
 from lightning_boost.recompute import RecomputeOptions
-from lightning_boost.tensor_parallel.check import check_tensor_size
 from lightning_boost.tensor_parallel.scheme import SchemeName, scheme_for
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -44,7 +43,8 @@ class BlockSizes:
     """Sizes of the block and of its input; by default those whose balance on a CPU is near a 7B model's on GPUs.
 
     Raises:
-        ValueError: If a size is below 1 or the dtype is not measured.
+        ValueError: If a size is below 1, the dtype is not measured, heads are not of equal, even size, or the
+            bottleneck is none.
     """
 
     hidden_size: int = 1024
@@ -56,11 +56,21 @@ class BlockSizes:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name in ("num_sequences", "sequence_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"sizes.{name} ({getattr(self, name)}) must be at least 1.")
+        for name, size in vars(self).items():
+            if name != "dtype" and size < 1:
+                raise ValueError(f"sizes.{name} ({size}) must be at least 1.")
         if self.dtype not in DTYPES:
             raise ValueError(f"sizes.dtype ({self.dtype!r}) must be one of {', '.join(DTYPES)}.")
+        if self.hidden_size % (2 * self.num_attention_heads):
+            raise ValueError(
+                f"sizes.hidden_size ({self.hidden_size}) must be a multiple of twice sizes.num_attention_heads"
+                f" ({self.num_attention_heads}): heads are of equal, even size."
+            )
+        if self.bottleneck_size > min(self.hidden_size, self.intermediate_size):
+            raise ValueError(
+                f"sizes.bottleneck_size ({self.bottleneck_size}) must be at most the smaller of sizes.hidden_size"
+                f" ({self.hidden_size}) and sizes.intermediate_size ({self.intermediate_size})."
+            )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -106,8 +116,12 @@ def check_sizes(sizes: BlockSizes, num_processes: int) -> None:
     """
     if num_processes < 1:
         raise ValueError(f"processes ({num_processes}) must be at least 1.")
-    for kind in {candidate.kind for candidate in SCHEMES.values()}:
-        check_tensor_size(find_decoder(make_model(block_config(sizes, kind), DTYPES[sizes.dtype])), num_processes)
+    heads = sizes.num_attention_heads
+    if heads % num_processes:
+        raise ValueError(
+            f"sizes.num_attention_heads ({heads}) must be a multiple of processes ({num_processes}); legal numbers of"
+            f" processes: {', '.join(map(str, legal_tensor_sizes(heads)))}."
+        )
 
 
 class Block:

@@ -2,15 +2,27 @@
 
 import importlib.util
 import json
-import re
+import textwrap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from lightning_boost.benchmark.report import Bars, Report
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _WIDTH = 120
+
+_FONT_SIZE = 8
+_LETTERS_AN_INCH = 14
+_NAME_INCHES = 1.2
+"""Of a name below a bar or a group of bars, whose lines break there."""
+
+_BAR_INCHES = 0.55
+_LEAST_INCHES = 5.0
 
 
 def check_output(directory: str | None) -> None:
@@ -56,27 +68,49 @@ def write_report(report: Report, name: str, directory: str) -> None:
     (folder / f"{name}.json").write_text(json.dumps(report.figures, indent=2) + "\n", encoding="utf-8")
     for index, bars in enumerate(report.bars):
         suffix = f"_{index + 1}" if len(report.bars) > 1 else ""
-        draw_bars(bars, folder / f"{name}{suffix}.png")
+        draw_bars(bars).savefig(folder / f"{name}{suffix}.png", dpi=150)
 
 
-def draw_bars(bars: Bars, path: Path) -> None:
-    """Draw groups of bars, one colour for each candidate, each bar with its value above it."""
+def draw_bars(bars: Bars) -> "Figure":
+    """Draw bars with their values above them, of stacked ones the sum: a colour for each candidate, told in a legend.
+
+    Where there is one group, each candidate has its name below instead.
+    """
     # not at the top: an extra, which only this needs
     from matplotlib.figure import Figure
 
-    names = list(dict.fromkeys(name for group in bars.groups.values() for name in group))
-    figure = Figure(figsize=(max(5.0, 1.2 + 0.7 * len(names) * len(bars.groups)), 4.0), layout="constrained")
+    groups = bars.groups
+    if len(groups) == 1:
+        groups = {name: {"": value} for group in groups.values() for name, value in group.items()}
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    beside = 1 if bars.is_stacked else len(names)
+    inches = max(_LEAST_INCHES, 1 + len(groups) * max(_NAME_INCHES, _BAR_INCHES * beside))
+    legend_inches = 0.6 + max(map(len, names)) / _LETTERS_AN_INCH if len(names) > 1 else 0.0
+    figure = Figure(figsize=(inches + legend_inches, 4.0), layout="constrained")
     axes = figure.subplots()
-    width = 0.8 / len(names)
+    width, bottoms = 0.8 / beside, [0.0] * len(groups)
     for index, name in enumerate(names):
-        places = [place + (index - (len(names) - 1) / 2) * width for place in range(len(bars.groups))]
-        values = [group.get(name, 0.0) for group in bars.groups.values()]
-        drawn = axes.bar(places, values, width * 0.92, label=name)
-        axes.bar_label(drawn, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values], fontsize=8)
-    axes.set_xticks(range(len(bars.groups)), list(bars.groups))
+        values = [group.get(name, 0.0) for group in groups.values()]
+        first = 0.0 if bars.is_stacked else (index - (len(names) - 1) / 2) * width
+        places = [first + place for place in range(len(groups))]
+        drawn = axes.bar(places, values, width * 0.92, bottom=bottoms, label=name)
+        tops = [bottom + value for bottom, value in zip(bottoms, values, strict=True)]
+        bottoms = tops if bars.is_stacked else bottoms
+        if name == names[-1] or not bars.is_stacked:
+            axes.bar_label(drawn, [_in_digits(top) for top in tops], fontsize=_FONT_SIZE)
+    axes.set_xticks(range(len(groups)), [_wrapped(name, _NAME_INCHES) for name in groups], fontsize=_FONT_SIZE)
     axes.set_ylabel(bars.unit)
-    axes.set_title(re.sub(r": ", ":\n", bars.title, count=1), fontsize=9)
+    axes.set_title(_wrapped(bars.title, inches - 1), fontsize=_FONT_SIZE)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.15)
-    axes.legend(fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150)
+    if legend_inches:
+        figure.legend(loc="outside right upper", fontsize=_FONT_SIZE, frameon=False)
+    return figure
+
+
+def _in_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _wrapped(text: str, inches: float) -> str:
+    return textwrap.fill(text, round(_LETTERS_AN_INCH * inches), break_long_words=False)

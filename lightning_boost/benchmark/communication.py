@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_boost.benchmark.blocks import DTYPES, SCHEMES, BlockSizes, block_config, check_sizes, make_block
+from lightning_boost.benchmark.blocks import DTYPES, SCHEMES, BlockSizes, block_config, make_block
 from lightning_boost.benchmark.paper import ALL_REDUCE_MILLISECONDS, over_bottleneck
-from lightning_boost.benchmark.processes import Device, run_pinned
 from lightning_boost.benchmark.report import Bars, Report, as_milliseconds, compare
-from lightning_boost.benchmark.timing import Quartiles, Timings, check_repetitions, time_interleaved
+from lightning_boost.benchmark.setup import Setup
+from lightning_boost.benchmark.timing import Quartiles, Timings, time_interleaved
 from lightning_boost.collectives import (
     CollectiveLog,
     Label,
@@ -74,40 +74,23 @@ class CollectiveSequence(CollectiveLog):
             _OPERATIONS[operation](tensor, group, Label("replay", "forward"))
 
 
-def measure_communication(
-    sizes: BlockSizes, *, num_processes: int, repetitions: int, device: Device = "cpu"
-) -> Report | None:
+def measure_communication(setup: Setup) -> Report | None:
     """Time all-reduces of several sizes, and each scheme's collectives of one block and pass, alone and in order.
 
-    Args:
-        sizes: Of the block.
-        num_processes: Tensor size, at least 2; a core or a GPU for each.
-        repetitions: Of everything.
-        device: Where the tensors are.
-
-    Returns:
-        The report; ``None`` on processes of torchrun other than 0.
-
     Raises:
-        ValueError: If there are fewer than two processes, fewer cores or GPUs than processes, fewer than two
-            repetitions, or sizes that the processes cannot share.
+        ValueError: If there are fewer than two processes.
     """
-    check_repetitions(repetitions)
-    if num_processes < 2:
-        raise ValueError(f"processes ({num_processes}) must be at least 2: one has nothing to communicate.")
-    check_sizes(sizes, num_processes)
-    found = run_pinned(_measure, num_processes, vars(sizes), repetitions, device=device)
-    if found is None:
-        return None
-    return _report(found, sizes, num_processes)
+    if setup.num_processes < 2:
+        raise ValueError(f"processes ({setup.num_processes}) must be at least 2: one has nothing to communicate.")
+    found = setup.run(_measure)
+    return None if found is None else _report(found, setup)
 
 
-def _measure(device: torch.device, sizes: dict[str, Any], repetitions: int) -> dict[str, Any]:
-    given = BlockSizes(**sizes)
-    sequences = _record(given, device)
+def _measure(device: torch.device, setup: Setup) -> dict[str, Any]:
+    sequences = _record(setup.sizes, device)
     replays = {name: sequence.replay for name, sequence in sequences.items()}
-    single = time_interleaved(_all_reduces(device), repetitions=repetitions, warmup=_WARMUP, device=device)
-    alone = time_interleaved(replays, repetitions=repetitions, warmup=_WARMUP, device=device)
+    single = time_interleaved(_all_reduces(device), repetitions=setup.repetitions, warmup=_WARMUP, device=device)
+    alone = time_interleaved(replays, repetitions=setup.repetitions, warmup=_WARMUP, device=device)
     return {
         "all_reduce": {payload: tuple(single[str(payload)]) for payload in PAYLOAD_BYTES},
         "replayed": {name: tuple(timing) for name, timing in alone.items()},
@@ -138,10 +121,10 @@ def _record(sizes: BlockSizes, device: torch.device) -> dict[str, CollectiveSequ
     return sequences
 
 
-def _report(found: dict[str, Any], sizes: BlockSizes, num_processes: int) -> Report:
+def _report(found: dict[str, Any], setup: Setup) -> Report:
     single = {payload: Timings(*pair) for payload, pair in found["all_reduce"].items()}
     medians = {payload: Quartiles.of(timing.wall).median for payload, timing in single.items()}
-    line = fit_line(medians, num_processes)
+    line = fit_line(medians, setup.num_processes)
     replayed = {name: Timings(*pair) for name, pair in found["replayed"].items()}
     others = [name for name in SCHEMES if name != "bottleneck"]
     pairs = [(f"{name}, {pass_}", f"bottleneck, {pass_}") for pass_ in PASSES for name in others]
@@ -150,7 +133,7 @@ def _report(found: dict[str, Any], sizes: BlockSizes, num_processes: int) -> Rep
         for (above, below), ratio in over_bottleneck(ALL_REDUCE_MILLISECONDS["7B"]).items()
     }
     report = compare(
-        f"collectives alone; those of one block: {sizes.described(num_processes)}",
+        f"collectives alone; those of one block: {setup.described}",
         replayed,
         pairs,
         paper=paper,
@@ -163,7 +146,7 @@ def _report(found: dict[str, Any], sizes: BlockSizes, num_processes: int) -> Rep
             "all_reduce": {str(payload): as_milliseconds(timing) for payload, timing in single.items()},
             "fitted": line._asdict(),
             "traffic": found["traffic"],
-            "sizes": {**vars(sizes), "processes": num_processes},
+            "sizes": setup.figures,
         },
     )
     rows = [_all_reduce_row(payload, timing) for payload, timing in single.items()]

@@ -9,10 +9,8 @@ import torch
 from lightning_boost.benchmark.blocks import (
     DTYPES,
     SCHEMES,
-    BlockSizes,
     Candidate,
     block_config,
-    check_sizes,
     in_words,
     machine_balance,
 )
@@ -21,9 +19,9 @@ from lightning_boost.benchmark.paper import (
     ITERATION_SECONDS_BY_MICRO_BATCH,
     over_bottleneck,
 )
-from lightning_boost.benchmark.processes import Device, run_pinned
 from lightning_boost.benchmark.report import Report, compare, join
-from lightning_boost.benchmark.timing import Timings, check_repetitions, time_interleaved
+from lightning_boost.benchmark.setup import Setup
+from lightning_boost.benchmark.timing import Timings, time_interleaved
 from lightning_boost.benchmark.training import Batch, TrainingLoop
 from lightning_boost.config import LowRankKind
 
@@ -34,26 +32,10 @@ KINDS: tuple[LowRankKind, ...] = ("svd", "cola", "lax")
 _WARMUP = 2
 
 
-def measure_iteration(
-    sizes: BlockSizes, *, num_processes: int, repetitions: int, device: Device = "cpu"
-) -> Report | None:
-    """Time training steps under every scheme, at several micro-batches.
-
-    Args:
-        sizes: Of a layer; sequences are given by the micro-batch.
-        num_processes: Tensor size; a core or a GPU for each.
-        repetitions: Steps of each.
-        device: Where it computes.
-
-    Returns:
-        The report; ``None`` on processes of torchrun other than 0.
-
-    Raises:
-        ValueError: If there are fewer cores or GPUs than processes, fewer than two repetitions, or sizes that the
-            processes cannot share.
-    """
+def measure_iteration(setup: Setup) -> Report | None:
+    """Time training steps under every scheme, at several micro-batches instead of the setup's sequences."""
     candidates = {name: tuple(candidate) for name, candidate in SCHEMES.items()}
-    found = _run(candidates, sizes, num_processes, repetitions, device, MICRO_BATCHES)
+    found = setup.run(_measure, candidates, list(MICRO_BATCHES))
     if found is None:
         return None
     pairs = [(name, "bottleneck") for name in SCHEMES if name != "bottleneck"]
@@ -61,14 +43,14 @@ def measure_iteration(
     for size, times in found["times"].items():
         paper = over_bottleneck(ITERATION_SECONDS_BY_MICRO_BATCH.get(size, {}))
         reports[size] = compare("", _timings(times), pairs, paper=paper)
-    title = f"a training step: {_described(sizes, num_processes)}"
-    return _with_machine(join(title, "micro-batch", reports), found["machine"], sizes, num_processes)
+    title = f"a training step: {_described(setup)}"
+    return _with_machine(join(title, "micro-batch", reports), found["machine"], setup)
 
 
-def measure_kinds(sizes: BlockSizes, *, num_processes: int, repetitions: int, device: Device = "cpu") -> Report | None:
-    """Time training steps of each kind of low-rank linear; arguments as of ``measure_iteration``."""
+def measure_kinds(setup: Setup) -> Report | None:
+    """Time training steps of each kind of low-rank linear."""
     candidates = {f"{kind}, {scheme}": (scheme, kind) for kind in KINDS for scheme in ("vanilla", "bottleneck")}
-    found = _run(candidates, sizes, num_processes, repetitions, device, [sizes.num_sequences])
+    found = setup.run(_measure, candidates, [setup.sizes.num_sequences])
     if found is None:
         return None
     (times,) = found["times"].values()
@@ -80,20 +62,21 @@ def measure_kinds(sizes: BlockSizes, *, num_processes: int, repetitions: int, de
         for scheme, seconds in each.items()
     }
     paper = {pair: of_paper[pair[0]] / of_paper[pair[1]] for pair in pairs}
-    title = f"a training step, {sizes.num_sequences} sequences: {_described(sizes, num_processes)}"
-    return _with_machine(compare(title, _timings(times), pairs, paper=paper), found["machine"], sizes, num_processes)
+    title = f"a training step, {setup.sizes.num_sequences} sequences: {_described(setup)}"
+    return _with_machine(compare(title, _timings(times), pairs, paper=paper), found["machine"], setup)
 
 
-def _described(sizes: BlockSizes, num_processes: int) -> str:
+def _described(setup: Setup) -> str:
+    sizes = setup.sizes
     return (
         f"{NUM_LAYERS} layers of hidden {sizes.hidden_size}, MLP {sizes.intermediate_size}, bottleneck"
         f" {sizes.bottleneck_size}, vocabulary {VOCAB_SIZE}, sequences of {sizes.sequence_length}, {sizes.dtype},"
-        f" {num_processes} processes"
+        f" {setup.num_processes} processes"
     )
 
 
-def _with_machine(report: Report, machine: Mapping[str, float], sizes: BlockSizes, num_processes: int) -> Report:
-    figures = {**report.figures, "machine": dict(machine), "sizes": {**vars(sizes), "processes": num_processes}}
+def _with_machine(report: Report, machine: Mapping[str, float], setup: Setup) -> Report:
+    figures = {**report.figures, "machine": dict(machine), "sizes": setup.figures}
     return replace(report, figures=figures, notes=[*report.notes, in_words(machine)])
 
 
@@ -101,29 +84,10 @@ def _timings(times: Mapping[str, Sequence[list[float]]]) -> dict[str, Timings]:
     return {name: Timings(*pair) for name, pair in times.items()}
 
 
-def _run(
-    candidates: Mapping[str, tuple[str, ...]],
-    sizes: BlockSizes,
-    num_processes: int,
-    repetitions: int,
-    device: Device,
-    micro_batches: Sequence[int],
-) -> dict[str, Any] | None:
-    check_repetitions(repetitions)
-    check_sizes(sizes, num_processes)
-    arguments = (dict(candidates), vars(sizes), repetitions, list(micro_batches))
-    found: dict[str, Any] | None = run_pinned(_measure, num_processes, *arguments, device=device)
-    return found
-
-
 def _measure(
-    device: torch.device,
-    candidates: dict[str, Any],
-    sizes: dict[str, Any],
-    repetitions: int,
-    micro_batches: list[int],
+    device: torch.device, setup: Setup, candidates: dict[str, Any], micro_batches: list[int]
 ) -> dict[str, Any]:
-    given = BlockSizes(**sizes)
+    given = setup.sizes
     config = block_config(given, "cola", num_layers=NUM_LAYERS, vocab_size=VOCAB_SIZE)
     loops = {
         name: TrainingLoop(config, Candidate(*each), DTYPES[given.dtype], device) for name, each in candidates.items()
@@ -132,7 +96,7 @@ def _measure(
     for size in micro_batches:
         batch = _batch(size, given.sequence_length, device)
         steps = {name: (lambda loop=loop, batch=batch: loop.step(batch)) for name, loop in loops.items()}
-        measured = time_interleaved(steps, repetitions=repetitions, warmup=_WARMUP, device=device)
+        measured = time_interleaved(steps, repetitions=setup.repetitions, warmup=_WARMUP, device=device)
         times[size] = {name: tuple(timing) for name, timing in measured.items()}
     return {"times": times, "machine": machine_balance(given, device)}
 

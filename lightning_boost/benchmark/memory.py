@@ -198,6 +198,9 @@ def measure_memory(config: LlamaConfig, *, tensor_parallel_size: int, num_tokens
     check_shares(config, tensor_parallel_size, num_tokens)
     found = count_memory(config, WAYS, tensor_parallel_size=tensor_parallel_size, num_tokens=num_tokens)
     in_gib = {name: {part: value / _GIB for part, value in vars(memory).items()} for name, memory in found.items()}
+    in_words = {
+        name: {part.replace("_", " "): value for part, value in parts.items()} for name, parts in in_gib.items()
+    }
     is_paper_s = (config, tensor_parallel_size, num_tokens) == (BOOST_7B, PAPER_TENSOR_SIZE, PAPER_TOKENS)
     paper = MEMORY_GIB if is_paper_s else {}
     return Report(
@@ -212,7 +215,7 @@ def measure_memory(config: LlamaConfig, *, tensor_parallel_size: int, num_tokens
         },
         notes=["run again: one block of those that recompute computes again; ends: embedding, final norm, loss."]
         + ["The paper's activations contain its loss buffers." for _ in paper][:1],
-        bars=(Bars("memory of one process", "GiB", in_gib),),
+        bars=(Bars("memory of one process", "GiB", in_words, is_stacked=True),),
     )
 
 

@@ -24,7 +24,7 @@ def is_under_torchrun() -> bool:
 
 
 def check_alone(what: str) -> None:
-    """Check that a benchmark that needs no peers, or starts its own, is not run by several processes.
+    """Check that a benchmark that needs no peers is not run by several processes.
 
     Raises:
         ValueError: If torchrun has started this one.
@@ -53,19 +53,28 @@ def run_pinned(function: Callable[..., Any], num_processes: int, *args: Any, dev
         ValueError: If there are fewer cores or GPUs than processes, or torchrun has started another number of them.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") and device == "cpu" else []
-    if is_under_torchrun():
-        return _run_under_torchrun(function, num_processes, cores, device, args)
-    if cores and len(cores) < num_processes:
+    if cores and len(cores) < num_processes and not is_under_torchrun():
         raise ValueError(
             f"processes ({num_processes}) must be at most {len(cores)}, the cores of this machine: one for each."
         )
-    _check_gpus(device, num_processes)
     return _run(function, num_processes, cores, device, args)
 
 
-def run_together(function: Callable[..., Any], num_processes: int, *args: Any) -> Any:
+def run_together(function: Callable[..., Any], num_processes: int, *args: Any, device: Device = "cpu") -> Any:
     """Do the same on whatever cores there are; for what is not timed."""
-    return _run(function, num_processes, [], "cpu", args)
+    return _run(function, num_processes, [], device, args)
+
+
+def leave(code: int) -> int:
+    """End this process if torchrun has started it, with everything said and its group gone; else return the code.
+
+    Where Python takes torch's threads down with it, that ends in an abort now and then.
+    """
+    if is_under_torchrun():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _check_gpus(device: Device, num_processes: int) -> None:
@@ -79,6 +88,9 @@ def _check_gpus(device: Device, num_processes: int) -> None:
 def _run(
     function: Callable[..., Any], num_processes: int, cores: list[int], device: Device, args: tuple[Any, ...]
 ) -> Any:
+    if is_under_torchrun():
+        return _run_under_torchrun(function, num_processes, cores, device, args)
+    _check_gpus(device, num_processes)
     with tempfile.TemporaryDirectory() as folder:
         rendezvous, result = Path(folder) / "rendezvous", Path(folder) / "result.pt"
         mp.spawn(_run_one, (num_processes, cores, device, rendezvous, result, function, args), nprocs=num_processes)
@@ -105,8 +117,8 @@ def _run_one(
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    # the result is there: where Python takes torch's threads down with it, that ends in an abort now and then
-    os._exit(0)
+    sys.stderr.flush()
+    os._exit(0)  # as in ``leave``
 
 
 def _run_under_torchrun(

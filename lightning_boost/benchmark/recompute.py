@@ -11,18 +11,16 @@ from lightning_boost.benchmark.blocks import (
     DTYPES,
     SCHEMES,
     Block,
-    BlockSizes,
     block_config,
-    check_sizes,
     in_words,
     machine_balance,
     make_block,
 )
 from lightning_boost.benchmark.live_memory import LiveMemory
 from lightning_boost.benchmark.paper import RECOMPUTE_MIB_PER_MILLISECOND
-from lightning_boost.benchmark.processes import Device, run_pinned
 from lightning_boost.benchmark.report import Bars, Report
-from lightning_boost.benchmark.timing import Quartiles, Timings, check_repetitions, time_interleaved
+from lightning_boost.benchmark.setup import Setup
+from lightning_boost.benchmark.timing import Quartiles, Timings, time_interleaved
 from lightning_boost.collectives import count_collectives
 from lightning_boost.recompute import RecomputeOptions
 
@@ -69,32 +67,14 @@ class Saving(NamedTuple):
         return self.saved_mib / self.added.median if self.added.median > 0 else None
 
 
-def measure_recompute(
-    sizes: BlockSizes, *, num_processes: int, repetitions: int, device: Device = "cpu"
-) -> Report | None:
-    """Count and time one block, forward and backward, under each form of recompute.
-
-    Args:
-        sizes: Of the block.
-        num_processes: Tensor size; a core or a GPU for each.
-        repetitions: Of each form.
-        device: Where it computes.
-
-    Returns:
-        The report; ``None`` on processes of torchrun other than 0.
-
-    Raises:
-        ValueError: If there are fewer cores or GPUs than processes, fewer than two repetitions, or sizes that the
-            processes cannot share.
-    """
-    check_repetitions(repetitions)
-    check_sizes(sizes, num_processes)
-    found = run_pinned(_measure, num_processes, vars(sizes), repetitions, device=device)
-    return None if found is None else _report(found, sizes, num_processes)
+def measure_recompute(setup: Setup) -> Report | None:
+    """Count and time one block, forward and backward, under each form of recompute."""
+    found = setup.run(_measure)
+    return None if found is None else _report(found, setup)
 
 
-def _measure(device: torch.device, sizes: dict[str, Any], repetitions: int) -> dict[str, Any]:
-    given = BlockSizes(**sizes)
+def _measure(device: torch.device, setup: Setup) -> dict[str, Any]:
+    given = setup.sizes
     blocks = {}
     for (scheme, name), options in CANDIDATES.items():
         candidate = SCHEMES[scheme]
@@ -102,7 +82,7 @@ def _measure(device: torch.device, sizes: dict[str, Any], repetitions: int) -> d
         blocks[f"{scheme}, {name}"] = make_block(config, candidate, given.shape, dtype, device, options)
     counted = {name: _count(block) for name, block in blocks.items()}
     steps = {name: block.step for name, block in blocks.items()}
-    times = time_interleaved(steps, repetitions=repetitions, warmup=1, device=device)
+    times = time_interleaved(steps, repetitions=setup.repetitions, warmup=1, device=device)
     return {
         "counted": counted,
         "times": {name: tuple(timing) for name, timing in times.items()},
@@ -125,7 +105,7 @@ def _count(block: Block) -> tuple[int, int]:
     return kept, log.total().launches
 
 
-def _report(found: Mapping[str, Any], sizes: BlockSizes, num_processes: int) -> Report:
+def _report(found: Mapping[str, Any], setup: Setup) -> Report:
     savings = {}
     for scheme, name in CANDIDATES:
         own, plain = (found["counted"][f"{scheme}, {each}"] for each in (name, "none"))
@@ -141,14 +121,14 @@ def _report(found: Mapping[str, Any], sizes: BlockSizes, num_processes: int) -> 
     paper = RECOMPUTE_MIB_PER_MILLISECOND[4]
     of_paper = {"bottleneck, low_rank": paper["bottleneck"] / paper["vanilla"]}
     return Report(
-        title=f"recompute of one block, forward and backward: {sizes.described(num_processes)}",
+        title=f"recompute of one block, forward and backward: {setup.described}",
         headings=("", "kept, MiB", "collectives", "ms", "added, ms", "MiB saved a ms", f"over {BASELINE}", "paper"),
         rows=[_row(name, saving, baseline, of_paper.get(name)) for name, saving in savings.items()],
         figures={
             "forms": {name: _figures(saving, baseline) for name, saving in savings.items()},
             "paper": {f"{name} over vanilla": value for name, value in of_paper.items()},
             "machine": found["machine"],
-            "sizes": {**vars(sizes), "processes": num_processes},
+            "sizes": setup.figures,
         },
         notes=[
             "Kept: the bytes that forward leaves for backward on one process, counted; parameters and input apart."

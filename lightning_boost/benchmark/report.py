@@ -16,6 +16,9 @@ class Bars:
     groups: Mapping[str, Mapping[str, float]]
     """Values by candidate, by setting."""
 
+    is_stacked: bool = False
+    """Whether a group's values are parts of a whole, and stand on one another."""
+
 
 @dataclass(frozen=True)
 class Report:

@@ -22,8 +22,8 @@ from lightning_boost.benchmark.online_norm import (
     share_of,
     wide_payload,
 )
-from lightning_boost.benchmark.processes import run_together
-from lightning_boost.benchmark.report import Report
+from lightning_boost.benchmark.processes import Device, run_together
+from lightning_boost.benchmark.report import Bars, Report
 from lightning_boost.collectives import count_collectives
 from lightning_boost.model.norm import normalize
 
@@ -45,18 +45,24 @@ FORMS: dict[str, tuple[Form, int]] = {
 """How the layer is computed, and the bytes of a value of its payload."""
 
 
-def measure_statistic(*, num_tokens: int, num_processes: int) -> Report:
+def measure_statistic(*, num_tokens: int, num_processes: int, device: Device = "cpu") -> Report | None:
     """Compare the forms with float64, on Gaussian hidden states and on those with outliers, in bf16.
 
     Args:
         num_tokens: Rows of the hidden state.
-        num_processes: Tensor size; they may share cores, as nothing is timed.
+        num_processes: Tensor size; they may share cores, as nothing is timed, but not GPUs.
+        device: Where it computes.
+
+    Returns:
+        The report; ``None`` on processes of torchrun other than 0.
 
     Raises:
-        ValueError: If a number is below 1, or the processes do not divide the features.
+        ValueError: If a number is below 1, the processes do not divide the features, or there are fewer GPUs.
     """
     check_draws(HIDDEN_SIZE, num_processes, tokens=num_tokens)
-    found = run_together(_measure, num_processes, num_tokens)
+    found = run_together(_measure, num_processes, num_tokens, device=device)
+    if found is None:
+        return None
     return Report(
         title=f"RMSNorm and a linear of {HIDDEN_SIZE} to {BOTTLENECK_SIZE} features, {num_tokens:,} tokens,"
         f" {num_processes} processes; relative errors from float64",
@@ -64,6 +70,7 @@ def measure_statistic(*, num_tokens: int, num_processes: int) -> Report:
         rows=list(_rows(found)),
         figures={"forms": found, "sizes": {"tokens": num_tokens, "processes": num_processes}},
         notes=["output: Frobenius norms; outliers: one feature multiplied by 60, another by 30"],
+        bars=(Bars("relative error of the output from float64", "error", _errors(found)),),
     )
 
 
@@ -80,7 +87,13 @@ def _rows(found: dict[str, Any]) -> Iterator[list[str]]:
         ]
 
 
-def _measure(_: torch.device, num_tokens: int) -> dict[str, dict[str, Any]]:
+def _errors(found: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the errors that are drawn, by form, by input."""
+    inputs = {"Gaussian": "gaussian", "with outliers": "outliers"}
+    return {name: {form: each["output"][which] for form, each in found.items()} for name, which in inputs.items()}
+
+
+def _measure(device: torch.device, num_tokens: int) -> dict[str, dict[str, Any]]:
     """Return what each form moves and how exact it is, by its name."""
     found: dict[str, dict[str, Any]] = {
         name: {"launches": 0, "statistic_bytes_per_token": 0.0, "output": {}, "mean_square": 0.0}
@@ -88,7 +101,7 @@ def _measure(_: torch.device, num_tokens: int) -> dict[str, dict[str, Any]]:
     }
     found[ONE_PROCESS]["mean_square"] = None  # it gives none away
     for inputs, outliers in {"gaussian": {}, "outliers": OUTLIERS}.items():
-        layer = _draw(num_tokens, outliers)
+        layer = [tensor.to(device) for tensor in _draw(num_tokens, outliers)]
         exact = _exact(*layer)
         found[ONE_PROCESS]["output"][inputs] = _distance(_one_process(*layer), exact.output)
         for name, (form, payload_bytes) in FORMS.items():

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,43 +16,29 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_boost.benchmark.blocks import DTYPES, SCHEMES, BlockSizes, block_config, check_sizes, make_model
-from lightning_boost.benchmark.processes import run_pinned
+from lightning_boost.benchmark.blocks import DTYPES, SCHEMES, BlockSizes, block_config, make_model
+from lightning_boost.benchmark.processes import is_under_torchrun
 from lightning_boost.benchmark.report import Report, compare
-from lightning_boost.benchmark.timing import Timings, check_repetitions
+from lightning_boost.benchmark.setup import Setup
+from lightning_boost.benchmark.timing import Timings, wait_for
 from lightning_boost.benchmark.training import CLIP_NORM, Batch, TrainingLoop, make_optimizer
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.strategy.boost import BoostParallelStrategy
 
 NUM_LAYERS = 4
 VOCAB_SIZE = 2048
+_WARMUP = 3
 
 
-def measure_strategy(sizes: BlockSizes, *, num_processes: int, repetitions: int, warmup: int = 3) -> Report | None:
-    """Time a Trainer's steps, and between them those of a loop around a second model of the same kind.
-
-    Args:
-        sizes: Of the model's layers and of a batch.
-        num_processes: Tensor size; a core for each.
-        repetitions: Steps of each.
-        warmup: Steps before, not measured.
-
-    Returns:
-        The report; ``None`` on processes of torchrun other than 0.
-
-    Raises:
-        ValueError: If there are fewer cores than processes, fewer than two repetitions, or sizes that the processes
-            cannot share.
-    """
-    check_repetitions(repetitions)
-    check_sizes(sizes, num_processes)
+def measure_strategy(setup: Setup) -> Report | None:
+    """Time a Trainer's steps, and between them those of a loop around a second model of the same kind."""
     with contextlib.redirect_stdout(sys.stderr):
-        found = run_pinned(_measure, num_processes, vars(sizes), repetitions, warmup)
+        found = setup.run(_measure)
     if found is None:
         return None
     times = {name: Timings(*pair) for name, pair in zip(("Trainer", "loop"), found, strict=True)}
-    title = f"a training step of {NUM_LAYERS} layers: {sizes.described(num_processes)}"
-    return compare(title, times, [("Trainer", "loop")], figures={"sizes": {**vars(sizes), "processes": num_processes}})
+    title = f"a training step of {NUM_LAYERS} layers: {setup.described}"
+    return compare(title, times, [("Trainer", "loop")], figures={"sizes": setup.figures})
 
 
 class _Module(LightningModule):
@@ -74,8 +61,8 @@ class _Module(LightningModule):
 class _LoopBetween(Callback):
     """Runs a step of the bare loop after each of the Trainer's; what lies between two of them is the Trainer's."""
 
-    def __init__(self, step: Callable[[Batch], None]) -> None:
-        self.step = step
+    def __init__(self, step: Callable[[Batch], None], device: torch.device) -> None:
+        self.step, self.device = step, device
         self.trainer_seconds: list[list[float]] = []
         self.loop_seconds: list[list[float]] = []
         self.since: list[float] = []
@@ -85,37 +72,37 @@ class _LoopBetween(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         if self.since:
-            self.trainer_seconds.append(_elapsed(self.since))
+            self.trainer_seconds.append(self._elapsed(self.since))
         dist.barrier()
-        begin = _now()
+        begin = self._now()
         self.step(batch)
-        self.loop_seconds.append(_elapsed(begin))
+        self.loop_seconds.append(self._elapsed(begin))
         dist.barrier()
-        self.since = _now()
+        self.since = self._now()
+
+    def _now(self) -> list[float]:
+        wait_for(self.device)
+        return [time.perf_counter(), time.process_time()]
+
+    def _elapsed(self, since: list[float]) -> list[float]:
+        return [now - then for now, then in zip(self._now(), since, strict=True)]
 
 
-def _now() -> list[float]:
-    return [time.perf_counter(), time.process_time()]
-
-
-def _elapsed(since: list[float]) -> list[float]:
-    return [now - then for now, then in zip(_now(), since, strict=True)]
-
-
-def _measure(
-    device: torch.device, sizes: dict[str, Any], repetitions: int, warmup: int
-) -> list[tuple[list[float], list[float]]]:
-    given, size = BlockSizes(**sizes), dist.get_world_size()
-    # as torchrun sets it: Lightning then starts no processes of its own
-    os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "RANK": str(dist.get_rank()), "WORLD_SIZE": str(size)}
-    os.environ |= {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(size), "TORCHELASTIC_RUN_ID": "benchmark"}
+def _measure(device: torch.device, setup: Setup) -> list[tuple[list[float], list[float]]]:
+    # as on the command line: Lightning 2.6 calls what torch has since renamed
+    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+    given = setup.sizes
+    if not is_under_torchrun():
+        _tell_lightning()
+    num_local = int(os.environ["LOCAL_WORLD_SIZE"])
     config = block_config(given, "cola", num_layers=NUM_LAYERS, vocab_size=VOCAB_SIZE)
     loop = TrainingLoop(config, SCHEMES["bottleneck"], DTYPES[given.dtype], device)
-    between = _LoopBetween(loop.step)
+    between = _LoopBetween(loop.step, device)
     trainer = Trainer(
-        accelerator="cpu",
-        devices=size,
-        strategy=BoostParallelStrategy(size),
+        accelerator=device.type,
+        devices=num_local,
+        num_nodes=setup.num_processes // num_local,
+        strategy=BoostParallelStrategy(setup.num_processes),
         precision="bf16-true" if given.dtype == "bfloat16" else "32-true",
         max_epochs=1,
         gradient_clip_val=CLIP_NORM,
@@ -127,8 +114,17 @@ def _measure(
         enable_model_summary=False,
     )
     # of the first step the Trainer's part is not known
-    trainer.fit(_Module(make_model(config, torch.float32)), _batches(given, warmup + repetitions + 1))
-    return [_timings(seconds[-repetitions:]) for seconds in (between.trainer_seconds, between.loop_seconds)]
+    trainer.fit(_Module(make_model(config, torch.float32)), _batches(given, _WARMUP + setup.repetitions + 1))
+    return [
+        _timings(seconds[-setup.repetitions :], device) for seconds in (between.trainer_seconds, between.loop_seconds)
+    ]
+
+
+def _tell_lightning() -> None:
+    """Set what torchrun would set: Lightning then starts no processes of its own."""
+    index, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"LOCAL_RANK": index, "RANK": index, "WORLD_SIZE": size}
+    os.environ |= {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": size, "TORCHELASTIC_RUN_ID": "benchmark"}
 
 
 def _batches(sizes: BlockSizes, count: int) -> DataLoader[Batch]:
@@ -138,9 +134,9 @@ def _batches(sizes: BlockSizes, count: int) -> DataLoader[Batch]:
     return DataLoader(rows, batch_size=sizes.num_sequences)  # type: ignore[arg-type]
 
 
-def _timings(seconds: list[list[float]]) -> tuple[list[float], list[float]]:
+def _timings(seconds: list[list[float]], device: torch.device) -> tuple[list[float], list[float]]:
     """Return each step's wall time of the slowest process, and its mean CPU time."""
-    slowest = torch.tensor(seconds, dtype=torch.float64)
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     total = slowest.clone()
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     dist.all_reduce(total)

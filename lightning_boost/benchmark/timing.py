@@ -43,15 +43,14 @@ def time_interleaved(
         warmup: Not measured, before.
         device: Of this process; a GPU is waited for.
     """
-    wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
     timings = {name: Timings([], []) for name in candidates}
     for repetition in range(warmup + repetitions):
         for name, run in candidates.items():
             dist.barrier()
-            wait()
+            wait_for(device)
             wall, cpu = time.perf_counter(), time.process_time()
             run()
-            wait()
+            wait_for(device)
             spent = [time.perf_counter() - wall, time.process_time() - cpu]
             elapsed = torch.tensor(spent, dtype=torch.float64, device=device)
             slowest, total = elapsed.clone(), elapsed.clone()
@@ -63,8 +62,10 @@ def time_interleaved(
     return timings
 
 
-def _nothing() -> None:
-    """Wait for nothing: a CPU's work is done when a call returns."""
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given; a CPU's work is done when a call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def check_repetitions(repetitions: int) -> None:

@@ -18,24 +18,27 @@ from lightning_boost.benchmark.memory import PAPER_TENSOR_SIZE, measure_memory
 from lightning_boost.benchmark.memory import PAPER_TOKENS as PAPER_TOKENS_OF_MEMORY
 from lightning_boost.benchmark.numerics import PAPER_PROCESSES, PAPER_TOKENS, measure_numerics
 from lightning_boost.benchmark.paper import BOOST_7B
-from lightning_boost.benchmark.processes import Device, check_alone
+from lightning_boost.benchmark.processes import Device, check_alone, leave
 from lightning_boost.benchmark.recompute import measure_recompute
 from lightning_boost.benchmark.report import Report
+from lightning_boost.benchmark.setup import Setup
 from lightning_boost.benchmark.statistic import measure_statistic
 from lightning_boost.benchmark.strategy import measure_strategy
 from lightning_boost.commands.display import console_for_results
 from lightning_boost.config import LlamaConfig
 
-Measure = Callable[..., Report | None]
+SIZES = BlockSizes()
+
+Command = Callable[..., int]
 
 
-def _timed(name: str, measure: Measure, summary: str, *, repetitions: int = 15) -> Callable[..., int]:
+def _timed(name: str, measure: Callable[[Setup], Report | None], summary: str, *, repetitions: int = 15) -> Command:
     """Return the command that times something with a model's sizes."""
     default = repetitions
 
     def command(
         *,
-        sizes: BlockSizes | None = None,
+        sizes: BlockSizes = SIZES,
         processes: int = 2,
         repetitions: int = default,
         device: Device = "cpu",
@@ -43,14 +46,13 @@ def _timed(name: str, measure: Measure, summary: str, *, repetitions: int = 15) 
         output: str | None = None,
     ) -> int:
         check_output(output)
-        given = sizes or BlockSizes()
-        report = measure(given, num_processes=processes, repetitions=repetitions, device=device)
-        return _show(name, report, json, output)
+        setup = Setup(sizes=sizes, num_processes=processes, repetitions=repetitions, device=device)
+        return _show(name, measure(setup), json, output)
 
     command.__doc__ = f"""{summary}
 
     Args:
-        sizes: Of a block; none: hidden size 1024, MLP 2752, bottleneck 256, 2,048 tokens, bf16.
+        sizes: Of a block and its input.
         processes: Tensor size.
         repetitions: Of everything; the more, the steadier the quartiles.
         device: Where it computes; on several GPUs also under torchrun.
@@ -60,72 +62,33 @@ def _timed(name: str, measure: Measure, summary: str, *, repetitions: int = 15) 
     return command
 
 
-block = _timed("block", measure_block, "Time a decoder block, forward and backward, under every scheme.")
-grouping = _timed("grouping", measure_grouping, "Time a decoder block with and without grouped projections.")
-comm = _timed("comm", measure_communication, "Time all-reduces of several sizes, and a block's collectives alone.")
-peers = _timed("peers", measure_peers, "Time a decoder block beside the same one under torch's own tensor parallelism.")
+def _counted(name: str, measure: Callable[..., Report], summary: str, *, tokens: int) -> Command:
+    """Return the command that counts something of a model on one process of several."""
+    default = tokens
 
+    def command(
+        *,
+        config: LlamaConfig = BOOST_7B,
+        tensor_parallel_size: int = PAPER_TENSOR_SIZE,
+        tokens: int = default,
+        json: bool = False,
+        output: str | None = None,
+    ) -> int:
+        check_alone(name)
+        check_output(output)
+        report = measure(config, tensor_parallel_size=tensor_parallel_size, num_tokens=tokens)
+        return _show(name, report, json, output)
 
-recompute = _timed(
-    "recompute", measure_recompute, "Count what a decoder block keeps and time it, under each form of recompute."
-)
-iteration = _timed(
-    "iteration",
-    measure_iteration,
-    "Time a training step of a whole small model under every scheme, at micro-batches of 1, 2, 4 and 8.",
-    repetitions=8,
-)
-kinds = _timed(
-    "kinds",
-    measure_kinds,
-    "Time a training step of a whole small model for each kind of low-rank linear, vanilla and bottleneck.",
-    repetitions=8,
-)
-
-
-def strategy(
-    *,
-    sizes: BlockSizes | None = None,
-    processes: int = 2,
-    repetitions: int = 15,
-    json: bool = False,
-    output: str | None = None,
-) -> int:
-    """Time a training step by the Trainer, and by a loop around the same parallel model.
+    command.__doc__ = f"""{summary}
 
     Args:
-        sizes: Of a layer; none: hidden size 1024, MLP 2752, bottleneck 256, 2,048 tokens, bf16.
-        processes: Tensor size.
-        repetitions: Steps of each, at least 15 for figures to be reported.
-        json: Whether the last line of standard output is one JSON object.
-        output: Directory for the table, its figures and charts.
-    """
-    check_output(output)
-    report = measure_strategy(sizes or BlockSizes(), num_processes=processes, repetitions=repetitions)
-    return _show("strategy", report, json, output)
-
-
-def counts(
-    *,
-    config: LlamaConfig = BOOST_7B,
-    tensor_parallel_size: int = 4,
-    tokens: int = 4096,
-    json: bool = False,
-    output: str | None = None,
-) -> int:
-    """Count what a decoder block moves, multiplies and keeps under every scheme, on one process.
-
-    Args:
-        config: Of the model; none: the paper's 7B.
+        config: Of the model, by default the paper's 7B.
         tensor_parallel_size: Processes, which need not exist.
-        tokens: For which bytes and FLOPs are given.
+        tokens: Of a micro-batch.
         json: Whether the last line of standard output is one JSON object.
         output: Directory for the table, its figures and charts.
     """
-    check_alone("counts")
-    check_output(output)
-    report = measure_counts(config, tensor_parallel_size=tensor_parallel_size, num_tokens=tokens)
-    return _show("counts", report, json, output)
+    return command
 
 
 def numerics(
@@ -133,6 +96,7 @@ def numerics(
     tokens: int = PAPER_TOKENS,
     processes: int = PAPER_PROCESSES,
     repetitions: int = 15,
+    device: Device = "cpu",
     json: bool = False,
     output: str | None = None,
 ) -> int:
@@ -140,38 +104,15 @@ def numerics(
 
     Args:
         tokens: Rows of the hidden state.
-        processes: Tensor size; they may share cores.
+        processes: Tensor size; they may share cores, but not GPUs.
         repetitions: Draws of input and weight.
+        device: Where it computes; on several GPUs also under torchrun.
         json: Whether the last line of standard output is one JSON object.
         output: Directory for the table, its figures and charts.
     """
-    check_alone("numerics")
     check_output(output)
-    report = measure_numerics(num_tokens=tokens, num_processes=processes, num_draws=repetitions)
+    report = measure_numerics(num_tokens=tokens, num_processes=processes, num_draws=repetitions, device=device)
     return _show("numerics", report, json, output)
-
-
-def memory(
-    *,
-    config: LlamaConfig = BOOST_7B,
-    tensor_parallel_size: int = PAPER_TENSOR_SIZE,
-    tokens: int = PAPER_TOKENS_OF_MEMORY,
-    json: bool = False,
-    output: str | None = None,
-) -> int:
-    """Count what a process holds of a model that is trained, under every scheme and with recompute, on one process.
-
-    Args:
-        config: Of the model; none: the paper's 7B.
-        tensor_parallel_size: Processes, which need not exist.
-        tokens: Of a micro-batch.
-        json: Whether the last line of standard output is one JSON object.
-        output: Directory for the table, its figures and charts.
-    """
-    check_alone("memory")
-    check_output(output)
-    report = measure_memory(config, tensor_parallel_size=tensor_parallel_size, num_tokens=tokens)
-    return _show("memory", report, json, output)
 
 
 def kernels(
@@ -214,6 +155,7 @@ def statistic(
     *,
     tokens: int = 256,
     processes: int = 4,
+    device: Device = "cpu",
     json: bool = False,
     output: str | None = None,
 ) -> int:
@@ -221,45 +163,78 @@ def statistic(
 
     Args:
         tokens: Rows of the hidden state.
-        processes: Tensor size; they may share cores.
+        processes: Tensor size; they may share cores, but not GPUs.
+        device: Where it computes; on several GPUs also under torchrun.
         json: Whether the last line of standard output is one JSON object.
         output: Directory for the table, its figures and charts.
     """
-    check_alone("statistic")
     check_output(output)
-    report = measure_statistic(num_tokens=tokens, num_processes=processes)
+    report = measure_statistic(num_tokens=tokens, num_processes=processes, device=device)
     return _show("statistic", report, json, output)
 
 
 def _show(name: str, report: Report | None, json: bool, output: str | None) -> int:
     """Print a report, and write it where that is asked for; nothing on processes that have none."""
-    if report is None:
-        return 0
-    if output is not None:
+    if report is not None and output is not None:
         write_report(report, name, output)
+    if report is not None:
+        _print(report, json)
+    return leave(0)
+
+
+def _print(report: Report, json: bool) -> None:
     if json:
         print(json_format.dumps(report.figures))
-        return 0
+        return
     console = console_for_results()
     console.print(table_of(report))
     for note in report.notes:
         console.print(note, soft_wrap=True, highlight=False)
-    return 0
 
 
-BENCHMARKS: dict[str, Callable[..., int]] = {
-    "counts": counts,
-    "block": block,
-    "grouping": grouping,
-    "peers": peers,
-    "recompute": recompute,
-    "iteration": iteration,
-    "kinds": kinds,
-    "strategy": strategy,
+BENCHMARKS: dict[str, Command] = {
+    "counts": _counted(
+        "counts",
+        measure_counts,
+        "Count what a decoder block moves, multiplies and keeps under every scheme, on one process.",
+        tokens=4096,
+    ),
+    "block": _timed("block", measure_block, "Time a decoder block, forward and backward, under every scheme."),
+    "grouping": _timed("grouping", measure_grouping, "Time a decoder block with and without grouped projections."),
+    "peers": _timed(
+        "peers", measure_peers, "Time a decoder block beside the same one under torch's own tensor parallelism."
+    ),
+    "recompute": _timed(
+        "recompute", measure_recompute, "Count what a decoder block keeps and time it, under each form of recompute."
+    ),
+    "iteration": _timed(
+        "iteration",
+        measure_iteration,
+        "Time a training step of a whole small model under every scheme, at micro-batches of 1, 2, 4 and 8.",
+        repetitions=8,
+    ),
+    "kinds": _timed(
+        "kinds",
+        measure_kinds,
+        "Time a training step of a whole small model for each kind of low-rank linear, vanilla and bottleneck.",
+        repetitions=8,
+    ),
+    "strategy": _timed(
+        "strategy",
+        measure_strategy,
+        "Time a training step by the Trainer, and by a loop around the same parallel model.",
+    ),
     "numerics": numerics,
     "statistic": statistic,
-    "comm": comm,
-    "memory": memory,
     "kernels": kernels,
+    "comm": _timed(
+        "comm", measure_communication, "Time all-reduces of several sizes, and a block's collectives alone."
+    ),
+    "memory": _counted(
+        "memory",
+        measure_memory,
+        "Count what a process holds of a model that is trained, under every scheme and with recompute, on one process.",
+        tokens=PAPER_TOKENS_OF_MEMORY,
+    ),
 }
 """The commands, by the word behind ``benchmark``."""

@@ -5,11 +5,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_boost.benchmark import block, communication, iteration, numerics, recompute, statistic, strategy
-from lightning_boost.benchmark.block import measure_block
+from lightning_boost.benchmark import block, communication, numerics, statistic, strategy
 from lightning_boost.benchmark.blocks import SCHEMES, BlockSizes
 from lightning_boost.benchmark.counts import count_block, mlp_intensity, parameters_per_process
 from lightning_boost.benchmark.paper import BOOST_7B
+from lightning_boost.benchmark.setup import Setup
 from lightning_boost.benchmark.timing import Quartiles, ratios
 from lightning_boost.cli import main
 from lightning_boost.collectives import (
@@ -20,6 +20,7 @@ from lightning_boost.collectives import (
     reduce_scatter,
     register_group,
 )
+from tests.models import CPU
 from tests.processes import run_processes
 
 TINY = [
@@ -30,6 +31,20 @@ TINY = [
     "--sizes.sequence_length=8",
     "--sizes.num_sequences=1",
 ]
+
+
+LAUNCHES = {
+    "full_rank": (2, 2),
+    "vanilla": (7, 4),
+    "vanilla_sharded": (9, 9),
+    "bottleneck": (4, 4),
+    "peers": (7, 7),
+    "grouped": (4, 4),
+    "grouped, forward": (4, 0),
+    "ungrouped": (7, 7),
+    "ungrouped, forward": (7, 0),
+}
+"""Of a block, forward and backward."""
 
 
 def test_ratios_are_taken_repetition_by_repetition():
@@ -54,9 +69,9 @@ def warm(monkeypatch):
     def run_warm(function, num_processes, *args, device="cpu"):
         return run_processes(function, num_processes, torch.device(device), *args)[0]
 
-    for module in (block, communication, iteration, numerics, recompute, statistic):
-        name = "run_together" if module in (numerics, statistic) else "run_pinned"
-        monkeypatch.setattr(module, name, run_warm)
+    monkeypatch.setattr("lightning_boost.benchmark.setup.run_pinned", run_warm)
+    for module in (numerics, statistic):
+        monkeypatch.setattr(module, "run_together", run_warm)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +97,12 @@ def test_what_is_compared_takes_turns(what, candidates, ratios, capfd):
             quartiles = ratio[which]
             assert 0 < quartiles["p25"] <= quartiles["median"] <= quartiles["p75"]
     assert found["sizes"]["processes"] == 2
+    if what == "strategy":
+        return
+    launches = {
+        name: tuple(each["launches"] for each in passes.values()) for name, passes in found["collectives"].items()
+    }
+    assert launches == {name: LAUNCHES[name] for name in candidates}
 
 
 @pytest.mark.usefixtures("warm")
@@ -239,15 +260,16 @@ def test_latency_and_bandwidth_are_those_of_the_line_behind_the_times():
 
 def test_one_process_has_nothing_to_communicate():
     with pytest.raises(ValueError, match=r"processes \(1\) must be at least 2"):
-        communication.measure_communication(BlockSizes(), num_processes=1, repetitions=2)
+        communication.measure_communication(Setup(num_processes=1))
 
 
 # ---- statistic
 
 
 @pytest.mark.usefixtures("warm")
-def test_the_statistic_s_ways_are_counted_and_exact_as_they_should_be(capfd):
-    found = _figures(capfd, "statistic", "--tokens=8", "--processes=2")
+def test_the_statistic_s_ways_are_counted_and_exact_as_they_should_be(capfd, tmp_path):
+    found = _figures(capfd, "statistic", "--tokens=8", "--processes=2", f"--output={tmp_path}")
+    assert {path.name for path in tmp_path.iterdir()} == {"statistic.txt", "statistic.json", "statistic.png"}
     assert found["sizes"] == {"tokens": 8, "processes": 2}
     one_process, apart, column, local_first, limbs, wide = found["forms"].values()
     moved = [(each["launches"], each["statistic_bytes_per_token"]) for each in found["forms"].values()]
@@ -290,7 +312,7 @@ def test_a_directory_that_cannot_be_made_is_told_before_anything_is_measured(cap
     assert "must be a directory, and cannot be made one: Not a directory" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("what", ["counts", "numerics", "statistic", "memory"])
+@pytest.mark.parametrize("what", ["counts", "memory"])
 def test_what_needs_no_peers_is_refused_under_torchrun(what, monkeypatch, capfd):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(SystemExit) as exit_info:
@@ -316,7 +338,7 @@ def _bf16_distance_by_hand(num_tokens, num_processes):
 
 
 def test_numerics_are_those_of_a_computation_by_hand():
-    for forms in run_processes(numerics._distances, 2, torch.bfloat16, 16, 0):
+    for forms in run_processes(numerics._distances, 2, CPU, torch.bfloat16, 16, 0):
         from_one_process, _ = forms["online"]
         # a few elements may round to the other side
         assert from_one_process == pytest.approx(_bf16_distance_by_hand(16, 2), rel=2e-2)
@@ -324,11 +346,11 @@ def test_numerics_are_those_of_a_computation_by_hand():
 
 def test_numerics_in_the_paper_s_set_up():
     """In fp32 held against float64: one process's own error, a sum of 1024, is above the paper's figure on a CPU."""
-    for forms in run_processes(numerics._medians, 4, torch.float32, 2, 5):
+    for forms in run_processes(numerics._medians, 4, CPU, torch.float32, 2, 5):
         (largest, mean), (_, one_process_mean) = forms["online"][1], forms["one process"][1]
         assert largest < numerics.PAPER["float32"].largest
         assert mean < one_process_mean
-    for forms in run_processes(numerics._medians, 4, torch.bfloat16, 2, 5):
+    for forms in run_processes(numerics._medians, 4, CPU, torch.bfloat16, 2, 5):
         (largest, from_one_process_mean), (_, mean) = forms["online"]
         assert largest < numerics.PAPER["bfloat16"].largest
         assert from_one_process_mean < numerics.PAPER["bfloat16"].mean
@@ -343,8 +365,9 @@ def test_numerics_are_measured_in_new_processes(capfd):
 
 
 @pytest.mark.usefixtures("warm")
-def test_numerics_are_shown_beside_the_paper_s(capfd):
-    shown = _run(capfd, "numerics", "--repetitions=1")
+def test_numerics_are_shown_beside_the_paper_s(capfd, tmp_path):
+    shown = _run(capfd, "numerics", "--repetitions=1", f"--output={tmp_path}")
+    assert {path.name for path in tmp_path.glob("*.png")} == {"numerics_1.png", "numerics_2.png"}
     assert "2 tokens, 4 processes; absolute, median of 1 draws" in shown
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
     assert rows[0][:3] == ["float32, one process", "", ""]
@@ -379,25 +402,45 @@ def test_numerics_that_cannot_be_measured_are_refused(options, message, capfd):
         ({"num_processes": 1, "repetitions": 1}, r"repetitions \(1\) must be at least 2"),
         (
             {"num_processes": 3, "repetitions": 3},
-            r"num_attention_heads \(16\) must be a multiple of .* legal sizes: 1, 2",
+            r"sizes.num_attention_heads \(16\) must be a multiple of processes \(3\); legal numbers of processes: 1, 2",
         ),
+        ({"bottleneck_size": 2000}, r"sizes.bottleneck_size \(2000\) must be at most the smaller of sizes.hidden_size"),
+        ({"intermediate_size": 0}, r"sizes.intermediate_size \(0\) must be at least 1"),
         ({"sequence_length": 0}, r"sizes.sequence_length \(0\) must be at least 1"),
         ({"dtype": "float16"}, r"sizes.dtype \('float16'\) must be one of bfloat16, float32"),
-        ({"hidden_size": 100}, r"num_attention_heads \(16\) must divide hidden_size \(100\)"),
+        (
+            {"hidden_size": 100},
+            r"sizes.hidden_size \(100\) must be a multiple of twice sizes.num_attention_heads \(16\)",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(options, message):
-    how = {"num_processes": 2, "repetitions": 3}
+    how = {name: options[name] for name in ("num_processes", "repetitions") if name in options}
     sizes = {name: value for name, value in options.items() if name not in how}
     with pytest.raises(ValueError, match=message):
-        measure_block(BlockSizes(**sizes), **{**how, **{name: options[name] for name in how if name in options}})
+        block.measure_block(Setup(sizes=BlockSizes(**sizes), **how))
+
+
+def test_wrong_sizes_are_told_in_one_sentence(capfd):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["benchmark", "block", "--sizes.num_attention_heads=3"])
+    assert exit_info.value.code == 2
+    sentence, hint = capfd.readouterr().err.splitlines()
+    assert sentence.startswith(
+        "error: sizes.hidden_size (1024) must be a multiple of twice sizes.num_attention_heads (3)"
+    )
+    assert hint == "All options: python -m lightning_boost benchmark block --help"
 
 
 def test_torch_s_plan_is_refused_a_bottleneck_that_it_cannot_split():
     with pytest.raises(ValueError, match=r"sizes.bottleneck_size \(7\) must be a multiple of processes \(2\)"):
-        block.measure_peers(BlockSizes(bottleneck_size=7), num_processes=2, repetitions=2)
+        block.measure_peers(Setup(sizes=BlockSizes(bottleneck_size=7)))
 
 
-def test_a_process_of_torchrun_other_than_0_has_no_report_of_the_trainer_s_step(monkeypatch):
-    monkeypatch.setattr(strategy, "run_pinned", lambda *_: None)
-    assert strategy.measure_strategy(BlockSizes(), num_processes=2, repetitions=2) is None
+def test_a_process_of_torchrun_other_than_0_has_no_report(monkeypatch):
+    for name in ("setup.run_pinned", "numerics.run_together", "statistic.run_together"):
+        monkeypatch.setattr(f"lightning_boost.benchmark.{name}", lambda *_, **__: None)
+    assert strategy.measure_strategy(Setup()) is None
+    assert block.measure_block(Setup()) is None
+    assert numerics.measure_numerics(num_tokens=1, num_processes=2, num_draws=1) is None
+    assert statistic.measure_statistic(num_tokens=1, num_processes=2) is None
