@@ -242,7 +242,7 @@ def _bottleneck_layer(config: LlamaConfig, layer: int, chunk: str, axis: TensorA
 def _full_rank_layer(config: LlamaConfig, layer: int, chunk: str, axis: TensorAxis) -> Iterator[Move]:
     has_norm = len(CHUNKS[chunk]) > 1
     if has_norm:
-        yield Move("all_reduce", chunk, "backward", config.hidden_size, 0, axis.stream_dtype)
+        yield Move("all_reduce", chunk, "backward", config.hidden_size, 0, axis.gemm_dtype)
     else:
         yield Move("all_reduce", chunk, "forward", config.hidden_size, 0, axis.gemm_dtype, given=config.hidden_size)
     yield from _replicated_heads(config, layer, chunk, axis)
