@@ -4,9 +4,10 @@ Groups are handed in by name, because the schema of a ``torch.library`` operator
 Tensors must be contiguous: gloo reduces the wrong memory of a sliced view without a word.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -180,12 +181,22 @@ def all_reduce(tensor: Tensor, group: str, label: Label) -> None:
 
 def start_all_reduce(tensor: Tensor, group: str, label: Label) -> InFlight:
     """Start summing ``tensor`` over the group, in place; the caller waits before it reads the tensor."""
-    _check_and_count("all_reduce", tensor, group, label)
+    return _start("all_reduce", tensor, group, label, partial(dist.all_reduce, tensor))
+
+
+def start_reduce_scatter(tensor: Tensor, group: str, label: Label) -> tuple[Tensor, InFlight]:
+    """Start what ``reduce_scatter`` does; the caller keeps ``tensor``, and waits before it reads its part."""
+    part = torch.empty_like(tensor[0])
+    launch = partial(_reduce_scatter, part.view(-1), tensor.view(-1))
+    return part, _start("reduce_scatter", tensor, group, label, launch)
+
+
+def _start(operation: str, tensor: Tensor, group: str, label: Label, launch: Callable[..., Work]) -> InFlight:
+    _check_and_count(operation, tensor, group, label)
     if _recorder is None:
-        work: Work = dist.all_reduce(tensor, group=_groups[group], async_op=True)
-        return work
-    with _recorder.issue("all_reduce", label, tensor, _groups[group]) as record:
-        work = dist.all_reduce(tensor, group=_groups[group], async_op=True)
+        return launch(group=_groups[group], async_op=True)
+    with _recorder.issue(operation, label, tensor, _groups[group]) as record:
+        work = launch(group=_groups[group], async_op=True)
     return _RecordedWork(work, record)
 
 

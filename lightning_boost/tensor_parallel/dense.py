@@ -142,26 +142,6 @@ class ScatterFeatures(torch.autograd.Function):
         return _gather_features(grad, ctx.group, ctx.chunk, "backward"), None, None
 
 
-class GatherToSplit(torch.autograd.Function):
-    """Make a sharded hidden state whole for a reader that is split: ``[…, d]`` to ``[…, D]``.
-
-    Communication: forward one all-gather of ``N d`` values, backward one reduce-scatter of ``N D``.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, chunk: str) -> Tensor:
-        """Return every process's features side by side."""
-        ctx.group, ctx.chunk = group, chunk
-        whole: Tensor = _gather_features(x, group, chunk, "forward")
-        return whole
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return this process's features of the sum of all gradients."""
-        return _scatter_features(grad, ctx.group, ctx.chunk, "backward"), None, None
-
-
 class CutRows(torch.autograd.Function):
     """Read some rows of a replicated parameter where other processes read other rows.
 

@@ -9,7 +9,7 @@ from lightning_boost.commands import parity
 from lightning_boost.layout import find_decoder
 from lightning_boost.parity import check_parity
 from lightning_boost.strategy.boost import BoostParallelStrategy
-from lightning_boost.tensor_parallel import dense, full_rank, ops, vanilla
+from lightning_boost.tensor_parallel import full_rank, ops, vanilla, vanilla_sharded
 from lightning_boost.tensor_parallel.scheme import scheme_for
 from tests.models import gradient_errors, masked_batch, meta_model, one_process_model, parallel_model, small_config
 from tests.processes import run_processes
@@ -120,10 +120,10 @@ F_PADDED, COLUMNS = 174, 8
         (
             "vanilla_sharded",
             {
-                ("reduce_scatter", "forward"): (5, 3 * D + 2 * F_PADDED),
+                ("reduce_scatter", "forward"): (2, 3 * D + 2 * F_PADDED),
                 ("all_gather", "forward"): (2, (D + F_PADDED) / 2),
                 ("all_reduce", "forward"): (2, 2 * D),
-                ("all_gather", "backward"): (5, (3 * D + 2 * F_PADDED) / 2),
+                ("all_gather", "backward"): (2, (3 * D + 2 * F_PADDED) / 2),
                 ("reduce_scatter", "backward"): (2, D + F_PADDED),
                 ("all_reduce", "backward"): (2, 2 * D),
             },
@@ -135,7 +135,10 @@ F_PADDED, COLUMNS = 174, 8
     ],
 )
 def test_collectives_are_exactly_those_of_the_paper_s_count(scheme, expected):
-    """Vanilla: 7 launches of 5D + 2F values forward, 4 of 3D + F backward. A width of 173 is padded to be scattered."""
+    """Full rank: 2 launches of 2D values forward and backward. Vanilla: 7 of 5D + 2F, 4 of 3D + F; sharded: 6 and 6.
+
+    A width of 173 is padded to be scattered.
+    """
     kind = "full_rank" if scheme == "full_rank" else "cola"
     for found in run_processes(_block_traffic, 2, small_config(low_rank={"kind": kind}), scheme):
         assert found == expected
@@ -178,19 +181,24 @@ def bias_on_every_process():
 
 
 def heads_of_the_other_process():
-    original = dense.reduce_scatter
+    original = vanilla_sharded.reduce_scatter
 
     def reduce_scatter(tensor, group, label):
         return original(tensor.flip(0).contiguous() if label.chunk == "qkv" else tensor, group, label)
 
-    dense.reduce_scatter = reduce_scatter
+    vanilla_sharded.reduce_scatter = reduce_scatter
 
 
 def own_features_only_go_on():
-    original = dense.all_gather
-    dense.all_gather = lambda tensor, group, label: (
+    original = vanilla_sharded.all_gather
+    vanilla_sharded.all_gather = lambda tensor, group, label: (
         original(tensor, group, label) * (1.0 if label.pass_ == "forward" else 0.5)
     )
+
+
+def features_of_the_other_process_in_front_of_a_pair():
+    start = vanilla_sharded.start_reduce_scatter
+    vanilla_sharded.start_reduce_scatter = lambda tensor, *label: start(tensor.flip(0).contiguous(), *label)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +211,7 @@ def own_features_only_go_on():
         ("full_rank", last_projection_left_out_of_the_sum),
         ("vanilla_sharded", heads_of_the_other_process),
         ("vanilla_sharded", own_features_only_go_on),
+        ("vanilla_sharded", features_of_the_other_process_in_front_of_a_pair),
         ("bottleneck_ungrouped", no_sum_in_front_of_a_pair),
     ],
     ids=lambda value: getattr(value, "__name__", value),
