@@ -152,13 +152,14 @@ def hand_out(
         parts: Of the members, in order: ``[N, w_i]``.
         shape: The dims that rows stand for.
         members: Of the group.
-        hidden: What else may be read where the norm's output is, if it is at hand.
+        hidden: The norm's own output ``[N, D]``, if it is at hand: what else reads it finds it.
 
     Returns:
-        ``hidden``, or the first part, ``[…, w_1]``, with all of them behind it.
+        ``hidden``, ``[…, D]``, or the first part, ``[…, w_1]``, with all of them behind it.
     """
     # a view of its own: what a tensor keeps as an attribute must not keep the tensor, or neither would be freed
-    outputs = parts[0].view(*shape, parts[0].shape[-1]) if hidden is None else hidden.view_as(hidden)
+    first = parts[0] if hidden is None else hidden
+    outputs = first.view(*shape, first.shape[-1])
     setattr(outputs, _PARTS, (id(members), [part.view(*shape, part.shape[-1]) for part in parts]))
     return outputs
 

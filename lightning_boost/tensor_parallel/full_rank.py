@@ -27,12 +27,12 @@ from torch.nn.functional import embedding
 from typing_extensions import override
 
 from lightning_boost.collectives import Label, group_index, start_all_reduce
-from lightning_boost.model.norm import normalize
 from lightning_boost.tensor_parallel.bottleneck import DenseMember, GroupMember, add_bias, hand_out
 from lightning_boost.tensor_parallel.dense import CopyToGroup, GatherFeatures, Rows, own_rows
 from lightning_boost.tensor_parallel.library import gemm_dtype, gemm_flops, operator
 from lightning_boost.tensor_parallel.local_parameter import local
 from lightning_boost.tensor_parallel.ops import expand_backward_flops
+from lightning_boost.tensor_parallel.whole_norm import whole_norm
 
 
 @operator(
@@ -121,8 +121,8 @@ class ReplicatedNorm(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[…, D]`` to ``[…, D]``."""
-        y: Tensor = CopyToGroup.apply(local(self.weight) * normalize(x, self.eps), self.group, self.chunk)
-        return y
+        y: Tensor = CopyToGroup.apply(whole_norm(x, local(self.weight), self.eps), self.group, self.chunk)
+        return y.view_as(x)
 
 
 class ColumnParallelMember(DenseMember):
@@ -182,8 +182,8 @@ class ColumnParallelNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[…, D]`` to the norm's output ``[…, D]``, from which projections take theirs, ``[…, out/tp]``."""
         members = self.__dict__["members"]
-        hidden = local(self.weight) * normalize(x, self.eps)
-        outputs = project_columns(hidden.flatten(0, -2), members, self.group, self.chunk)
+        hidden = whole_norm(x, local(self.weight), self.eps)
+        outputs = project_columns(hidden, members, self.group, self.chunk)
         return hand_out(outputs, x.shape[:-1], members, hidden)
 
 

@@ -31,11 +31,11 @@ from typing_extensions import override
 from lightning_boost.collectives import Label, Pass, all_gather, group_index, group_size, start_all_reduce
 from lightning_boost.mesh import shard_bounds
 from lightning_boost.model.crossing import LayerLatents
-from lightning_boost.model.norm import normalize
 from lightning_boost.tensor_parallel.bottleneck import FactorPair, GroupMember, activate, hand_out
 from lightning_boost.tensor_parallel.library import gemm_dtype, gemm_flops, operator
 from lightning_boost.tensor_parallel.local_parameter import local, local_size
 from lightning_boost.tensor_parallel.ops import ProjectReduce
+from lightning_boost.tensor_parallel.whole_norm import whole_norm
 
 
 @operator(
@@ -211,7 +211,7 @@ class VanillaNorm(nn.Module):
     def latents(self, x: Tensor) -> Sequence[Tensor]:
         """Return this process's latents of every projection, ``[N, R_i/tp]``, before σ."""
         pairs: list[FactorPair] = self.__dict__["members"]
-        hidden = local(self.weight) * normalize(x, self.eps)
+        hidden = whole_norm(x, local(self.weight), self.eps)
         side_by_side = into_bottleneck(hidden, [pair.local_a() for pair in pairs], self.group, self.chunk)
         parts: Sequence[Tensor] = side_by_side.split([own_bottleneck(pair) for pair in pairs], -1)
         return parts

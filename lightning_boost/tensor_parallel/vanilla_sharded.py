@@ -263,11 +263,13 @@ class ShardedVanillaNorm(VanillaNorm):
         y = ExpandScatter.apply(
             num_shares, self.group, self.chunk, *parts, *(factor.to(parts[0].dtype) for factor in factors_b)
         )
-        index = group_index(self.group)
-        places = _places(factors_b, num_shares, group_size(self.group), index)
+        places = _places(factors_b, num_shares, group_size(self.group), group_index(self.group))
+        widths = [columns.stop - columns.start for _, columns in places]
+        mine = y.split([*widths, y.shape[1] - sum(widths)], -1)[:-1]
         outputs = [
-            add_bias(y[:, columns], member.output_bias(), member.rows, self.group, self.chunk)
-            for member, (_, columns) in zip(members, places, strict=True)
+            # in memory of its own: of a view that backward keeps, all projections' outputs would be kept
+            add_bias(part, member.output_bias(), member.rows, self.group, self.chunk).contiguous()
+            for part, member in zip(mine, members, strict=True)
         ]
         return hand_out(outputs, x.shape[:-1], self.__dict__["members"])
 
