@@ -4,7 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_boost.collectives import count_collectives
+from lightning_boost.collectives import (
+    Label,
+    count_collectives,
+    reduce_scatter,
+    register_group,
+    start_reduce_scatter,
+)
 from lightning_boost.commands import parity
 from lightning_boost.layout import find_decoder
 from lightning_boost.parity import check_parity
@@ -142,6 +148,22 @@ def test_collectives_are_exactly_those_of_the_paper_s_count(scheme, expected):
     kind = "full_rank" if scheme == "full_rank" else "cola"
     for found in run_processes(_block_traffic, 2, small_config(low_rank={"kind": kind}), scheme):
         assert found == expected
+
+
+def _scattered():
+    group, index = register_group(dist.group.WORLD), dist.get_rank()
+    tensors = [torch.arange(3 * 2 * 5, dtype=torch.float32).view(3, 2, 5) * (1 + each) for each in range(3)]
+    with count_collectives() as log:
+        part = reduce_scatter(tensors[index], group, Label("down", "forward"))
+        later, in_flight = start_reduce_scatter(tensors[index], group, Label("down", "backward"))
+        in_flight.wait()
+    counted = {pass_: log.total(operation="reduce_scatter", pass_=pass_).values for pass_ in ("forward", "backward")}
+    return torch.equal(part, sum(tensors)[index]), torch.equal(later, part), counted
+
+
+def test_a_scatter_gives_each_process_its_part_of_the_sum():
+    """Over gloo it is a move of its own, counted as what it stands for."""
+    assert run_processes(_scattered, 3) == [(True, True, {"forward": 30, "backward": 30})] * 3
 
 
 # ---- planted defects
