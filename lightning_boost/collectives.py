@@ -4,9 +4,10 @@ Groups are handed in by name, because the schema of a ``torch.library`` operator
 Tensors must be contiguous: gloo reduces the wrong memory of a sliced view without a word.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -116,7 +117,7 @@ class InFlight(Protocol):
 class _RecordedWork:
     """A collective that was started while a recorder was there."""
 
-    work: Work
+    work: InFlight
     record: Recorded
 
     def wait(self) -> None:
@@ -180,12 +181,26 @@ def all_reduce(tensor: Tensor, group: str, label: Label) -> None:
 
 def start_all_reduce(tensor: Tensor, group: str, label: Label) -> InFlight:
     """Start summing ``tensor`` over the group, in place; the caller waits before it reads the tensor."""
-    _check_and_count("all_reduce", tensor, group, label)
+    return _start("all_reduce", tensor, group, label, partial(dist.all_reduce, tensor))
+
+
+def start_reduce_scatter(tensor: Tensor, group: str, label: Label) -> tuple[Tensor, InFlight]:
+    """Start what ``reduce_scatter`` does; the caller keeps ``tensor``, and waits before it reads its part."""
+    part = torch.empty_like(tensor[0])
+    launch: Callable[..., InFlight]
+    if _is_gloo(group):
+        launch = partial(_SentParts, part, tensor)
+    else:
+        launch = partial(_reduce_scatter, part.view(-1), tensor.view(-1))
+    return part, _start("reduce_scatter", tensor, group, label, launch)
+
+
+def _start(operation: str, tensor: Tensor, group: str, label: Label, launch: Callable[..., InFlight]) -> InFlight:
+    _check_and_count(operation, tensor, group, label)
     if _recorder is None:
-        work: Work = dist.all_reduce(tensor, group=_groups[group], async_op=True)
-        return work
-    with _recorder.issue("all_reduce", label, tensor, _groups[group]) as record:
-        work = dist.all_reduce(tensor, group=_groups[group], async_op=True)
+        return launch(group=_groups[group], async_op=True)
+    with _recorder.issue(operation, label, tensor, _groups[group]) as record:
+        work = launch(group=_groups[group], async_op=True)
     return _RecordedWork(work, record)
 
 
@@ -201,8 +216,37 @@ def reduce_scatter(tensor: Tensor, group: str, label: Label) -> Tensor:
     """Sum ``tensor`` of shape ``[S, …]`` over the group's ``S`` processes and return this process's part ``[…]``."""
     part = torch.empty_like(tensor[0])
     with _issuing("reduce_scatter", tensor, group, label):
-        _reduce_scatter(part.view(-1), tensor.view(-1), group=_groups[group])
+        if _is_gloo(group):
+            _SentParts(part, tensor, group=_groups[group]).wait()
+        else:
+            _reduce_scatter(part.view(-1), tensor.view(-1), group=_groups[group])
     return part
+
+
+class _SentParts:
+    """A reduce-scatter over gloo: each process is sent its parts, and sums them.
+
+    Gloo's own sums everything on every process: it sends as much as an all-reduce, twice what this does.
+    """
+
+    def __init__(self, part: Tensor, tensor: Tensor, *, group: ProcessGroup, async_op: bool = True) -> None:
+        self._part, self._received = part, torch.empty_like(tensor)
+        self._work: Work = dist.all_to_all_single(
+            self._received.view(-1), tensor.view(-1), group=group, async_op=async_op
+        )
+
+    def wait(self) -> None:
+        """Wait for the parts and sum them."""
+        self._work.wait()
+        # one after another: several times as fast as torch.sum over the first dim
+        first, *others = self._received
+        self._part.copy_(first)
+        for each in others:
+            self._part.add_(each)
+
+
+def _is_gloo(group: str) -> bool:
+    return str(dist.get_backend(_groups[group])) == "gloo"
 
 
 def _issuing(operation: str, tensor: Tensor, group: str, label: Label) -> AbstractContextManager[None]:

@@ -242,7 +242,7 @@ def _bottleneck_layer(config: LlamaConfig, layer: int, chunk: str, axis: TensorA
 def _full_rank_layer(config: LlamaConfig, layer: int, chunk: str, axis: TensorAxis) -> Iterator[Move]:
     has_norm = len(CHUNKS[chunk]) > 1
     if has_norm:
-        yield Move("all_reduce", chunk, "backward", config.hidden_size, 0, axis.stream_dtype)
+        yield Move("all_reduce", chunk, "backward", config.hidden_size, 0, axis.gemm_dtype)
     else:
         yield Move("all_reduce", chunk, "forward", config.hidden_size, 0, axis.gemm_dtype, given=config.hidden_size)
     yield from _replicated_heads(config, layer, chunk, axis)
@@ -299,23 +299,24 @@ def _vanilla_layer(config: LlamaConfig, layer: int, chunk: str, axis: TensorAxis
 
 def _vanilla_sharded_layer(config: LlamaConfig, layer: int, chunk: str, axis: TensorAxis) -> Iterator[Move]:
     yield from _gathered_latents(config, layer, chunk, axis)
-    gemm = axis.gemm_dtype
-    for projection in CHUNKS[chunk]:
-        fan_in, fan_out = config.projection_shapes()[projection]
-        if len(CHUNKS[chunk]) == 1:
-            share = -(-fan_in // axis.size)
-            yield Move("all_gather", chunk, "forward", share, 0, gemm)
-            yield Move("all_reduce", chunk, "forward", fan_out, 0, gemm, given=fan_out)
-            yield Move("reduce_scatter", chunk, "backward", axis.size * share, 0, gemm)
-        elif projection in ("k_proj", "v_proj") and config.key_value_heads < axis.size:
-            yield Move("all_reduce", chunk, "forward", fan_out, 0, gemm, given=fan_out)
-            yield Move("all_reduce", chunk, "backward", fan_out, 0, gemm)
-        else:
-            share = -(-fan_out // axis.size)
-            yield Move("reduce_scatter", chunk, "forward", axis.size * share, 0, gemm)
-            yield Move("all_gather", chunk, "backward", share, 0, gemm)
-    if len(CHUNKS[chunk]) > 1:
-        yield Move("all_reduce", chunk, "backward", config.hidden_size, 0, gemm)
+    gemm, shapes = axis.gemm_dtype, {projection: config.projection_shapes()[projection] for projection in CHUNKS[chunk]}
+    if len(shapes) == 1:
+        ((fan_in, fan_out),) = shapes.values()
+        share = -(-fan_in // axis.size)
+        yield Move("all_gather", chunk, "forward", share, 0, gemm)
+        yield Move("all_reduce", chunk, "forward", fan_out, 0, gemm, given=fan_out)
+        yield Move("reduce_scatter", chunk, "backward", axis.size * share, 0, gemm)
+        return
+    are_heads_few = chunk == "qkv" and config.key_value_heads < axis.size
+    share = 0
+    for projection, (_fan_in, fan_out) in shapes.items():
+        is_replicated = are_heads_few and projection in ("k_proj", "v_proj")
+        share += config.head_size if is_replicated else -(-fan_out // axis.size)
+        if is_replicated and config.attention_bias:
+            yield Move("all_reduce", chunk, "backward", 0, fan_out, axis.stream_dtype)
+    yield Move("reduce_scatter", chunk, "forward", axis.size * share, 0, gemm)
+    yield Move("all_gather", chunk, "backward", share, 0, gemm)
+    yield Move("all_reduce", chunk, "backward", config.hidden_size, 0, gemm)
 
 
 def _ungrouped_layer(config: LlamaConfig, layer: int, chunk: str, axis: TensorAxis) -> Iterator[Move]:

@@ -27,6 +27,14 @@ def _sum_over_group(x: Tensor, group: str, chunk: str, pass_: Pass) -> Tensor:
     return total
 
 
+@operator("average_over_group(Tensor x, str group, str chunk) -> Tensor")
+def _average_over_group(x: Tensor, group: str, chunk: str) -> Tensor:
+    # divided before it is summed, which is the copy that summing in place needs
+    average = (x / group_size(group)).contiguous()
+    all_reduce(average, group, Label(chunk, "backward"))
+    return average
+
+
 @operator("gather_features(Tensor x, str group, str chunk, str pass_) -> Tensor")
 def _gather_features(x: Tensor, group: str, chunk: str, pass_: Pass) -> Tensor:
     gathered = all_gather(x.contiguous(), group, Label(chunk, pass_))
@@ -56,7 +64,7 @@ class CopyToGroup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the average of every process's gradient."""
-        return _sum_over_group(grad, ctx.group, ctx.chunk, "backward") / group_size(ctx.group), None, None
+        return _average_over_group(grad, ctx.group, ctx.chunk), None, None
 
 
 class SplitReader(torch.autograd.Function):
@@ -132,26 +140,6 @@ class ScatterFeatures(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the whole gradient."""
         return _gather_features(grad, ctx.group, ctx.chunk, "backward"), None, None
-
-
-class GatherToSplit(torch.autograd.Function):
-    """Make a sharded hidden state whole for a reader that is split: ``[…, d]`` to ``[…, D]``.
-
-    Communication: forward one all-gather of ``N d`` values, backward one reduce-scatter of ``N D``.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, chunk: str) -> Tensor:
-        """Return every process's features side by side."""
-        ctx.group, ctx.chunk = group, chunk
-        whole: Tensor = _gather_features(x, group, chunk, "forward")
-        return whole
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return this process's features of the sum of all gradients."""
-        return _scatter_features(grad, ctx.group, ctx.chunk, "backward"), None, None
 
 
 class CutRows(torch.autograd.Function):

@@ -1,9 +1,13 @@
 """The table of scheme ``full_rank``."""
 
-from lightning_boost.layout import Decoder
+from torch.nn import Module
+
+from lightning_boost.layout import Decoder, ProjectionGroup
 from lightning_boost.model.initialization import set_module
+from lightning_boost.tensor_parallel.bottleneck import GroupMember
+from lightning_boost.tensor_parallel.check import norm_eps
 from lightning_boost.tensor_parallel.dense import RowParallelLinear
-from lightning_boost.tensor_parallel.full_rank import ColumnParallelLinear
+from lightning_boost.tensor_parallel.full_rank import ColumnParallelMember, ColumnParallelNorm
 from lightning_boost.tensor_parallel.placement import (
     WHOLE,
     Placements,
@@ -18,7 +22,6 @@ from lightning_boost.tensor_parallel.swap import (
     linear_at,
     own_rows,
     swap_heads,
-    swap_norm,
     swap_whole_ends,
 )
 
@@ -47,11 +50,7 @@ class FullRankScheme:
         layout = decoder.layout
         for layer in decoder.layers.values():
             for projections in layout.groups:
-                for name in projections.projections:
-                    module = linear_at(layer, name)
-                    rows = own_rows(decoder, name, module.out_features, group)
-                    set_module(layer, name, ColumnParallelLinear(module, rows, group, projections.chunk))
-                swap_norm(layer, projections.norm, group, projections.chunk)
+                _swap_group(decoder, layer, projections, group)
             for lone in layout.lone_projections:
                 module = linear_at(layer, lone.projection)
                 twin = RowParallelLinear(module, group, lone.chunk, shard_features=False)
@@ -66,3 +65,16 @@ class FullRankScheme:
     def hidden_width(self, decoder: Decoder, size: int) -> int:
         """Return ``D``."""
         return decoder.hidden_size
+
+
+def _swap_group(decoder: Decoder, layer: Module, projections: ProjectionGroup, group: str) -> None:
+    members: list[GroupMember] = []
+    for name in projections.projections:
+        module = linear_at(layer, name)
+        rows = own_rows(decoder, name, module.out_features, group)
+        member = ColumnParallelMember(module, rows, group, projections.chunk)
+        member.join(members)
+        set_module(layer, name, member)
+    norm = layer.get_submodule(projections.norm)
+    eps = norm_eps(norm, projections.norm)
+    set_module(layer, projections.norm, ColumnParallelNorm(norm, eps, members, group, projections.chunk))

@@ -178,9 +178,10 @@ def _expand(z: Tensor, factors_b: Sequence[Tensor]) -> list[Tensor]:
     return [torch.mm(latent, factor.t()) for latent, factor in zip(latents, factors_b, strict=True)]
 
 
-def _expand_backward_flops(
+def expand_backward_flops(
     grads_y: Sequence[Sequence[int]], _: Any, factors_b: Sequence[Sequence[int]], needed: Sequence[bool], *__: Any
 ) -> int:
+    """Return the FLOPs of the gradients of what projections read, and of those of their weights that are needed."""
     is_z_needed, *are_factors_needed = needed
     products = [*factors_b] * is_z_needed + [
         factor for factor, each in zip(factors_b, are_factors_needed, strict=True) if each
@@ -191,7 +192,7 @@ def _expand_backward_flops(
 @operator(
     "expand_backward(Tensor[] grads_y, Tensor z, Tensor[] factors_b, bool[] needed, str group, str chunk)"
     " -> (Tensor, Tensor[])",
-    flops=_expand_backward_flops,
+    flops=expand_backward_flops,
 )
 def _expand_backward(
     grads_y: Sequence[Tensor], z: Tensor, factors_b: Sequence[Tensor], needed: Sequence[bool], group: str, chunk: str

@@ -13,9 +13,8 @@ o, down               ``VanillaLinear``: ``A``, σ, ``B``, and one all-reduce
 the ends              as in scheme ``full_rank``
 ====================  =================================================================================
 
-Between projections everything is whole on every process: attention and the gate are computed by each of them. Form
-``vanilla_sharded`` gives each process its own heads and features there: what goes into a group's projections' outputs
-is scattered instead of summed whole, and gathered again in front of ``o`` and ``down``.
+Between projections everything is whole on every process: attention and the gate are computed by each of them. Scheme
+``vanilla_sharded`` (``vanilla_sharded.py``) gives each process its own heads and features there.
 
 Where latents cross from layer to layer, each is gathered to do so: 7 all-gathers of ``R/tp`` more in each pass.
 """
@@ -26,18 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 from typing_extensions import override
 
 from lightning_boost.collectives import Label, Pass, all_gather, group_index, group_size, start_all_reduce
 from lightning_boost.mesh import shard_bounds
 from lightning_boost.model.crossing import LayerLatents
-from lightning_boost.model.norm import normalize
 from lightning_boost.tensor_parallel.bottleneck import FactorPair, GroupMember, activate, hand_out
-from lightning_boost.tensor_parallel.dense import CutRows, GatherToSplit, Rows, ScatterFeatures
 from lightning_boost.tensor_parallel.library import gemm_dtype, gemm_flops, operator
 from lightning_boost.tensor_parallel.local_parameter import local, local_size
 from lightning_boost.tensor_parallel.ops import ProjectReduce
+from lightning_boost.tensor_parallel.whole_norm import whole_norm
 
 
 @operator(
@@ -159,48 +157,28 @@ def _own_part(whole: Tensor, width: int, group: str) -> Tensor:
 class VanillaMember(GroupMember, FactorPair):
     """In the place of a projection behind a norm.
 
-    Communication: forward one all-reduce of ``N out`` values, backward none; sharded, forward one reduce-scatter of
-    ``N out`` values, backward one all-gather of ``N out/tp``. Where the projection has fewer heads than there are
-    processes, sharded too: an all-reduce in both passes.
+    Communication: forward one all-reduce of ``N out`` values, backward none.
 
     Args:
         pair: The projection that is replaced.
-        rows: The output features of this process, where it has fewer heads than there are processes.
         group: Name of the tensor axis's group.
         chunk: Label of the collectives.
-        is_sharded: Whether each process goes on with its own output features.
     """
 
-    def __init__(self, pair: nn.Module, rows: Rows | None, group: str, chunk: str, *, is_sharded: bool) -> None:
+    def __init__(self, pair: nn.Module, group: str, chunk: str) -> None:
         super().__init__(pair)
-        self.own_features = rows
         self.group = group
         self.chunk = chunk
-        self.is_sharded = is_sharded
         self.takes_latents = self.latent_name is not None
-
-    @property
-    def local_width(self) -> int:
-        """This process's part of the bottleneck."""
-        return own_bottleneck(self)
 
     @override
     def forward(self, outputs: Tensor, latents: LayerLatents | None = None) -> Tensor:
-        """Map this projection's latents of the group's, ``[…, R/tp]``, to ``[…, out]``, or ``[…, out/tp]``.
+        """Map this projection's latents of the group's, ``[…, R/tp]``, to ``[…, out]``.
 
         ``latents`` of the layer, where latents cross.
         """
         z = activated(super().forward(outputs), self, latents, self.group, self.chunk)
-        if not self.is_sharded:
-            return reduced(z, self, self.group, self.chunk)
-        bias = self.output_bias()
-        if self.own_features is not None:
-            whole = reduced(z, self, self.group, self.chunk).movedim(-1, 0)
-            mine: Tensor = CutRows.apply(whole, *self.own_features, self.group, self.chunk)
-            return mine.movedim(0, -1)
-        factor_b = self.local_b(self.group, self.chunk)
-        y = scattered(linear(z, factor_b.to(z.dtype)), self.group, self.chunk)
-        return y if bias is None else y + local(bias).to(y.dtype)
+        return reduced(z, self, self.group, self.chunk)
 
 
 class VanillaNorm(nn.Module):
@@ -228,44 +206,38 @@ class VanillaNorm(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[…, D]`` to what projections take their latents ``[…, R_i/tp]`` from, before σ."""
-        members: list[VanillaMember] = self.__dict__["members"]
-        hidden = local(self.weight) * normalize(x, self.eps)
-        latents = into_bottleneck(hidden, [member.local_a() for member in members], self.group, self.chunk)
-        parts = latents.split([member.local_width for member in members], -1)
-        return hand_out(parts, x.shape[:-1], self.__dict__["members"])
+        return hand_out(self.latents(x), x.shape[:-1], self.__dict__["members"])
+
+    def latents(self, x: Tensor) -> Sequence[Tensor]:
+        """Return this process's latents of every projection, ``[N, R_i/tp]``, before σ."""
+        pairs: list[FactorPair] = self.__dict__["members"]
+        hidden = whole_norm(x, local(self.weight), self.eps)
+        side_by_side = into_bottleneck(hidden, [pair.local_a() for pair in pairs], self.group, self.chunk)
+        parts: Sequence[Tensor] = side_by_side.split([own_bottleneck(pair) for pair in pairs], -1)
+        return parts
 
 
 class VanillaLinear(FactorPair):
     """In the place of a projection without a norm in front of it.
 
-    Communication: forward one all-reduce of ``N out`` values, backward one of ``N in``; sharded, also one all-gather of
-    ``N in/tp`` forward, and a reduce-scatter of ``N in`` backward instead of the all-reduce.
+    Communication: forward one all-reduce of ``N out`` values, backward one of ``N in``.
 
     Args:
         pair: The projection that is replaced.
         group: Name of the tensor axis's group.
         chunk: Label of the collectives.
-        is_sharded: Whether each process comes with its own input features.
     """
 
-    def __init__(self, pair: nn.Module, group: str, chunk: str, *, is_sharded: bool) -> None:
+    def __init__(self, pair: nn.Module, group: str, chunk: str) -> None:
         super().__init__(pair)
         self.group = group
         self.chunk = chunk
-        self.is_sharded = is_sharded
         self.takes_latents = self.latent_name is not None
 
     @override
     def forward(self, x: Tensor, latents: LayerLatents | None = None) -> Tensor:
-        """Map ``[…, in]``, or ``[…, in/tp]``, to ``[…, out]``; ``latents`` of the layer, where latents cross."""
-        factor_a = self.local_a()
-        if self.is_sharded:
-            dtype = gemm_dtype(factor_a)
-            whole = gathered(x.to(dtype), factor_a.shape[1], self.group, self.chunk)
-            z = linear(whole, factor_a.to(dtype))
-        else:
-            rows = into_bottleneck(x, [factor_a], self.group, self.chunk)
-            z = rows.view(*x.shape[:-1], rows.shape[-1])
+        """Map ``[…, in]`` to ``[…, out]``; ``latents`` of the layer, where latents cross."""
+        z = into_bottleneck(x, [self.local_a()], self.group, self.chunk).view(*x.shape[:-1], -1)
         return reduced(activated(z, self, latents, self.group, self.chunk), self, self.group, self.chunk)
 
 
@@ -302,18 +274,3 @@ def reduced(z: Tensor, pair: FactorPair, group: str, chunk: str) -> Tensor:
     y: Tensor = ProjectReduce.apply(z.flatten(0, -2), factor_b.to(z.dtype), group, chunk)
     y = y.view(*z.shape[:-1], y.shape[-1])
     return y if bias is None else y + local(bias).to(y.dtype)
-
-
-def scattered(partial: Tensor, group: str, chunk: str) -> Tensor:
-    """Sum a partial ``[…, out]`` over processes and return this one's features, as many as parameters' shares have."""
-    width, size = partial.shape[-1], group_size(group)
-    start, stop = shard_bounds(width, size, group_index(group))
-    mine: Tensor = ScatterFeatures.apply(pad(partial, (0, -width % size)), group, chunk)
-    return mine.narrow(-1, 0, stop - start)
-
-
-def gathered(mine: Tensor, width: int, group: str, chunk: str) -> Tensor:
-    """Return all processes' features ``[…, width]``, for a reader that is split; the inverse of ``scattered``."""
-    share = -(-width // group_size(group))
-    whole: Tensor = GatherToSplit.apply(pad(mine, (0, share - mine.shape[-1])), group, chunk)
-    return whole.narrow(-1, 0, width)

@@ -8,7 +8,7 @@ from torch.nn import Module
 from lightning_boost.layout import Decoder, ProjectionGroup, parameters_of, projection_of
 from lightning_boost.model.factor_pair import factor_names, out_features
 from lightning_boost.model.initialization import set_module
-from lightning_boost.tensor_parallel.bottleneck import GroupMember
+from lightning_boost.tensor_parallel.bottleneck import GroupMember, LowRankMember
 from lightning_boost.tensor_parallel.check import norm_eps
 from lightning_boost.tensor_parallel.placement import (
     OUTPUT_FEATURES,
@@ -31,6 +31,7 @@ from lightning_boost.tensor_parallel.swap import (
     swap_whole_ends,
 )
 from lightning_boost.tensor_parallel.vanilla import VanillaLinear, VanillaMember, VanillaNorm
+from lightning_boost.tensor_parallel.vanilla_sharded import ShardedVanillaLinear, ShardedVanillaNorm
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ class VanillaScheme:
             for projections in decoder.layout.groups:
                 self._swap_group(decoder, layer, projections, group)
             for lone in decoder.layout.lone_projections:
-                module = projection_of(layer, lone.projection)
-                put(layer, lone.projection, VanillaLinear(module, group, lone.chunk, is_sharded=self.is_sharded))
+                twin = ShardedVanillaLinear if self.is_sharded else VanillaLinear
+                put(layer, lone.projection, twin(projection_of(layer, lone.projection), group, lone.chunk))
             swap_crossings(decoder, layer)
             if self.is_sharded:
                 swap_heads(decoder, layer, group)
@@ -92,13 +93,17 @@ class VanillaScheme:
         members: list[GroupMember] = []
         for name in projections.projections:
             module = projection_of(layer, name)
-            rows = own_rows(decoder, name, out_features(module), group) if self.is_sharded else None
-            member = VanillaMember(module, rows, group, projections.chunk, is_sharded=self.is_sharded)
+            member: GroupMember
+            if self.is_sharded:
+                member = LowRankMember(module, own_rows(decoder, name, out_features(module), group))
+            else:
+                member = VanillaMember(module, group, projections.chunk)
             member.join(members)
             put(layer, name, member)
         norm = layer.get_submodule(projections.norm)
         eps = norm_eps(norm, projections.norm)
-        set_module(layer, projections.norm, VanillaNorm(norm, eps, members, group, projections.chunk))
+        twin = ShardedVanillaNorm if self.is_sharded else VanillaNorm
+        set_module(layer, projections.norm, twin(norm, eps, members, group, projections.chunk))
 
     def split_region(self, decoder: Decoder) -> tuple[list[str], list[str]]:
         """Return the modules between which each process has its own heads and features; none where all have all."""

@@ -1,14 +1,21 @@
 """Schemes that are there to be compared with: the same training, other collectives."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from lightning_boost.collectives import count_collectives
+from lightning_boost.collectives import (
+    Label,
+    count_collectives,
+    reduce_scatter,
+    register_group,
+    start_reduce_scatter,
+)
 from lightning_boost.commands import parity
 from lightning_boost.layout import find_decoder
 from lightning_boost.parity import check_parity
 from lightning_boost.strategy.boost import BoostParallelStrategy
-from lightning_boost.tensor_parallel import dense, ops, vanilla
+from lightning_boost.tensor_parallel import full_rank, ops, vanilla, vanilla_sharded
 from lightning_boost.tensor_parallel.scheme import scheme_for
 from tests.models import gradient_errors, masked_batch, meta_model, one_process_model, parallel_model, small_config
 from tests.processes import run_processes
@@ -26,10 +33,13 @@ SHAPES = {
 }
 
 
-def _errors(config, scheme, plant=None):
+def _errors(config, scheme, plant=None, change=None):
     if plant is not None:
         plant()
     reference, model = one_process_model(config), parallel_model(config, dist.get_world_size(), scheme=scheme)
+    if change is not None:
+        change(reference)
+        change(model)
     batch = masked_batch(config.vocab_size)
     expected, found = reference(**batch), model(**batch)
     expected.backward()
@@ -43,6 +53,25 @@ def _errors(config, scheme, plant=None):
 @pytest.mark.parametrize("scheme", BASELINES)
 def test_gradients_are_those_of_one_process(scheme, size, shape):
     for errors in run_processes(_errors, size, small_config(**SHAPES[shape]), scheme):
+        assert max(errors.values()) < TOLERANCE, max(errors.items(), key=lambda item: item[1])
+
+
+def more_between_norm_and_projections(model):
+    for layer in model.model.layers:
+        for module in (layer.self_attn, layer.mlp):
+            module.register_forward_pre_hook(lambda _, args: (args[0] * 1.5, *args[1:]))
+
+
+def more_readers_of_a_norm(model):
+    for layer in model.model.layers:
+        for module in (layer.self_attn, layer.mlp):
+            module.register_forward_hook(lambda _, args, output: output + 0.5 * args[0])
+
+
+@pytest.mark.parametrize("change", [more_between_norm_and_projections, more_readers_of_a_norm])
+def test_a_full_rank_layer_may_do_more_with_a_norm_s_output(change):
+    config = small_config(low_rank={"kind": "full_rank"}, num_key_value_heads=1, attention_bias=True)
+    for errors in run_processes(_errors, 2, config, "full_rank", None, change):
         assert max(errors.values()) < TOLERANCE, max(errors.items(), key=lambda item: item[1])
 
 
@@ -92,14 +121,15 @@ F_PADDED, COLUMNS = 174, 8
 @pytest.mark.parametrize(
     ("scheme", "expected"),
     [
+        ("full_rank", {("all_reduce", "forward"): (2, 2 * D), ("all_reduce", "backward"): (2, 2 * D)}),
         ("vanilla", {("all_reduce", "forward"): (7, 5 * D + 2 * F), ("all_reduce", "backward"): (4, 3 * D + F)}),
         (
             "vanilla_sharded",
             {
-                ("reduce_scatter", "forward"): (5, 3 * D + 2 * F_PADDED),
+                ("reduce_scatter", "forward"): (2, 3 * D + 2 * F_PADDED),
                 ("all_gather", "forward"): (2, (D + F_PADDED) / 2),
                 ("all_reduce", "forward"): (2, 2 * D),
-                ("all_gather", "backward"): (5, (3 * D + 2 * F_PADDED) / 2),
+                ("all_gather", "backward"): (2, (3 * D + 2 * F_PADDED) / 2),
                 ("reduce_scatter", "backward"): (2, D + F_PADDED),
                 ("all_reduce", "backward"): (2, 2 * D),
             },
@@ -111,9 +141,29 @@ F_PADDED, COLUMNS = 174, 8
     ],
 )
 def test_collectives_are_exactly_those_of_the_paper_s_count(scheme, expected):
-    """Vanilla: 7 launches of 5D + 2F values forward, 4 of 3D + F backward. A width of 173 is padded to be scattered."""
-    for found in run_processes(_block_traffic, 2, small_config(), scheme):
+    """Full rank: 2 launches of 2D values forward and backward. Vanilla: 7 of 5D + 2F, 4 of 3D + F; sharded: 6 and 6.
+
+    A width of 173 is padded to be scattered.
+    """
+    kind = "full_rank" if scheme == "full_rank" else "cola"
+    for found in run_processes(_block_traffic, 2, small_config(low_rank={"kind": kind}), scheme):
         assert found == expected
+
+
+def _scattered():
+    group, index = register_group(dist.group.WORLD), dist.get_rank()
+    tensors = [torch.arange(3 * 2 * 5, dtype=torch.float32).view(3, 2, 5) * (1 + each) for each in range(3)]
+    with count_collectives() as log:
+        part = reduce_scatter(tensors[index], group, Label("down", "forward"))
+        later, in_flight = start_reduce_scatter(tensors[index], group, Label("down", "backward"))
+        in_flight.wait()
+    counted = {pass_: log.total(operation="reduce_scatter", pass_=pass_).values for pass_ in ("forward", "backward")}
+    return torch.equal(part, sum(tensors)[index]), torch.equal(later, part), counted
+
+
+def test_a_scatter_gives_each_process_its_part_of_the_sum():
+    """Over gloo it is a move of its own, counted as what it stands for."""
+    assert run_processes(_scattered, 3) == [(True, True, {"forward": 30, "backward": 30})] * 3
 
 
 # ---- planted defects
@@ -129,6 +179,20 @@ def no_sum_in_front_of_a_pair():
         module.start_all_reduce = lambda tensor, *label: start(tensor.clone(), *label)
 
 
+def no_sum_in_front_of_dense_projections():
+    start = full_rank.start_all_reduce
+    full_rank.start_all_reduce = lambda tensor, *label: start(tensor.clone(), *label)
+
+
+def last_projection_left_out_of_the_sum():
+    original = full_rank._project_columns_backward
+
+    def backward(grads_y, x, weights, *rest):
+        return original(grads_y, x, [*weights[:-1], torch.zeros_like(weights[-1])], *rest)
+
+    full_rank._project_columns_backward = backward
+
+
 def bias_on_every_process():
     original = vanilla.reduced
 
@@ -139,19 +203,24 @@ def bias_on_every_process():
 
 
 def heads_of_the_other_process():
-    original = dense.reduce_scatter
+    original = vanilla_sharded.reduce_scatter
 
     def reduce_scatter(tensor, group, label):
         return original(tensor.flip(0).contiguous() if label.chunk == "qkv" else tensor, group, label)
 
-    dense.reduce_scatter = reduce_scatter
+    vanilla_sharded.reduce_scatter = reduce_scatter
 
 
 def own_features_only_go_on():
-    original = dense.all_gather
-    dense.all_gather = lambda tensor, group, label: (
+    original = vanilla_sharded.all_gather
+    vanilla_sharded.all_gather = lambda tensor, group, label: (
         original(tensor, group, label) * (1.0 if label.pass_ == "forward" else 0.5)
     )
+
+
+def features_of_the_other_process_in_front_of_a_pair():
+    start = vanilla_sharded.start_reduce_scatter
+    vanilla_sharded.start_reduce_scatter = lambda tensor, *label: start(tensor.flip(0).contiguous(), *label)
 
 
 @pytest.mark.parametrize(
@@ -160,14 +229,19 @@ def own_features_only_go_on():
         ("vanilla", no_sum_behind_a_pair),
         ("vanilla", no_sum_in_front_of_a_pair),
         ("vanilla", bias_on_every_process),
+        ("full_rank", no_sum_in_front_of_dense_projections),
+        ("full_rank", last_projection_left_out_of_the_sum),
         ("vanilla_sharded", heads_of_the_other_process),
         ("vanilla_sharded", own_features_only_go_on),
+        ("vanilla_sharded", features_of_the_other_process_in_front_of_a_pair),
         ("bottleneck_ungrouped", no_sum_in_front_of_a_pair),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_planted_defect_is_seen(scheme, plant):
-    errors = run_processes(_errors, 2, small_config(attention_bias=True, mlp_bias=True), scheme, plant)[0]
+    kind = "full_rank" if scheme == "full_rank" else "cola"
+    config = small_config(attention_bias=True, mlp_bias=True, low_rank={"kind": kind})
+    errors = run_processes(_errors, 2, config, scheme, plant)[0]
     assert max(errors.values()) > 1e-3
 
 
