@@ -62,7 +62,7 @@ def test_a_process_of_torchrun_leaves_before_python_takes_its_threads_down(monke
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("what", [name for name in BENCHMARKS if name not in ("counts", "memory")])
+@pytest.mark.parametrize("what", [name for name in BENCHMARKS if name not in ("counts", "memory", "kernels")])
 def test_gpus_that_are_not_there_are_told_before_anything_starts(what, capfd):
     with pytest.raises(SystemExit) as exit_info:
         main(["benchmark", what, "--device=cuda", "--processes=2"])
