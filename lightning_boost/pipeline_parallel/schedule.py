@@ -117,7 +117,8 @@ class Pipeline:
             )
         if has_labels:
             check_loss_arguments(arguments)
-        microbatches = cut_batch(arguments, self._count_for(len(next(iter(arguments.values())))))
+        num_samples = len(next(iter(arguments.values())))
+        microbatches = cut_batch(arguments, self._count_for(num_samples, is_trained=is_trained))
         self.last_cut = len(microbatches), microbatches.rows
         weights = self._weights(microbatches, over_replicas=is_trained) if has_labels else []
         self._run = run = _Run(microbatches, weights, self._autocast_state())
@@ -137,9 +138,12 @@ class Pipeline:
             " its state_dict()."
         )
 
-    def _count_for(self, num_samples: int) -> int:
+    def _count_for(self, num_samples: int, *, is_trained: bool) -> int:
         """Return the number of micro-batches: where replicas share out parameters, all gather them as often."""
         count = self._options.count_for(num_samples, self._axis.size())
+        if not is_trained and len(self._stages) == 1:
+            # forward alone runs in no order that asks for as many as there are processes
+            count = min(count, num_samples)
         if not self._is_shared_out:
             return count
         counts = torch.tensor(count, device=self._device)
