@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "lightning_boost"
 
 FLOORS = (
-    {"config", "mesh", "kernels", "options", "new_directory"},
+    {"config", "divisors", "mesh", "kernels", "options", "new_directory"},
     {"collectives", "cost", "model", "data", "checkpoint_reader"},
     {"layout", "interchange"},
     {

@@ -156,6 +156,15 @@ def test_unequal_widths_are_refused_by_other_gates(gate):
 
 
 @pytest.mark.parametrize(
+    "dense",
+    [{"q_proj": "dense", "up_proj": "dense"}, {"layers.1": "dense"}, {"layers.0": "dense", "layers.2": "dense"}],
+)
+def test_a_model_in_which_nothing_crosses_is_refused(dense):
+    with pytest.raises(ValueError, match=r"crossing_projections \(q_proj, up_proj\) must be factor pairs in two"):
+        lax(crossing_projections=["q_proj", "up_proj"], other_bottleneck_sizes=dense)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (
