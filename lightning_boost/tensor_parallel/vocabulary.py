@@ -90,7 +90,7 @@ def _vocabulary_loss(
         valid = target != IGNORED_LABEL
         total += losses.masked_fill(~valid, 0.0).sum()
         if any(needed):
-            grad = (grad_logits * (valid / divisor)[:, None]).to(hidden.dtype)
+            grad = (grad_logits * (valid.to(wide) / divisor)[:, None]).to(hidden.dtype)
         if is_hidden_needed:
             torch.mm(grad, weight, out=grad_hidden[rows])
         if is_weight_needed:
