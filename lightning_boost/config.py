@@ -7,7 +7,6 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from math import isqrt
 from typing import Any, Literal
 
 IGNORED_LABEL = -100
@@ -286,8 +285,14 @@ class LlamaConfig:
         self._check_crossing_sizes()
 
     def _check_crossing_sizes(self) -> None:
-        for layer in range(self.num_hidden_layers):
-            for projection, (before, here) in self.crossing_sizes(layer).items():
+        sizes = [self.crossing_sizes(layer) for layer in range(self.num_hidden_layers)]
+        if self.low_rank.kind == "lax" and len(sizes) > 1 and not any(sizes):
+            raise ValueError(
+                f"low_rank.crossing_projections ({', '.join(self.low_rank.crossing_projections)}) must be factor pairs"
+                " in two layers that follow one another; no latent crosses here. Make them pairs, or change the kind."
+            )
+        for layer, crossing in enumerate(sizes):
+            for projection, (before, here) in crossing.items():
                 if before != here and self.low_rank.crossing_gate != "linear":
                     raise ValueError(
                         f"low_rank.bottleneck_size ({here}) of layers.{layer}.{projection} must be that of layer"
@@ -386,12 +391,6 @@ def llama_config(options: Mapping[str, Any]) -> LlamaConfig:
         return LlamaConfig(**{**options, "low_rank": low_rank, "rope_scaling": rope_scaling})
     except TypeError as error:
         raise ValueError(f"the model's configuration is not that of this release: {error}") from None
-
-
-def balanced_divisors(number: int) -> tuple[int, int]:
-    """Return the two divisors nearest to one another whose product a number is, the smaller first."""
-    smaller = next(divisor for divisor in range(isqrt(number), 0, -1) if number % divisor == 0)
-    return smaller, number // smaller
 
 
 def _nearby_divisors(number: int, near: int) -> list[int]:

@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "lightning_boost"
 
 FLOORS = (
-    {"config", "mesh", "kernels", "options", "new_directory", "torch_internals"},
+    {"config", "divisors", "mesh", "kernels", "options", "new_directory", "torch_internals"},
     {"collectives", "cost", "model", "data", "checkpoint_reader"},
     {"layout", "interchange"},
     {

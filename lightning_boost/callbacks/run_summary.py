@@ -28,6 +28,9 @@ from lightning_boost.tensor_parallel.verification import NormDifference, verify_
 
 Row = tuple[str, str]
 
+_MOST_TOKENS_OF_PIPELINE = 50
+"""Length of a sample on a pipeline, which has no cache of keys and values: each token passes all stages by itself."""
+
 
 class RunSummary(Callback):
     """Print the layout, the counted communication, the norms' difference, the losses and a sample of text.
@@ -38,7 +41,8 @@ class RunSummary(Callback):
 
     Args:
         prompt: Text that the sample follows.
-        sample_tokens: Length of the sample; 0 for none.
+        sample_tokens: Length of the sample, at most 50 on a pipeline, where each token takes the whole context through
+            all stages; 0 for none.
         next_command: The command to try next; ``{checkpoint}`` in it becomes the path of the last checkpoint and
             ``{python}`` that of the interpreter. Left out if no checkpoint was saved.
 
@@ -153,7 +157,10 @@ class RunSummary(Callback):
         if tokenizer is None or self.sample_tokens == 0:
             return None
         prompt = torch.tensor([tokenizer.encode(self.prompt)], device=pl_module.device)
-        tokens = generate(pl_module, prompt, self.sample_tokens, max_context=datamodule.sequence_length)
+        model = find_llama(pl_module)
+        is_piped = model is not None and find_pipeline(model) is not None
+        num_tokens = min(self.sample_tokens, _MOST_TOKENS_OF_PIPELINE) if is_piped else self.sample_tokens
+        tokens = generate(pl_module, prompt, num_tokens, max_context=datamodule.sequence_length)
         text: str = tokenizer.decode([int(token) for token in tokens])
         return text
 

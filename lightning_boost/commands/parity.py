@@ -4,6 +4,7 @@ import contextlib
 import json as json_format
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from rich.table import Table
 from lightning_boost.config import GateKind, LlamaConfig, LowRankConfig, LowRankKind, PairKind, RopeScaling
 from lightning_boost.data_parallel import DataAxis
 from lightning_boost.kernels.dispatch import KernelMode
-from lightning_boost.parity import SEQUENCE_LENGTH, ParityReport, check_parity
+from lightning_boost.parity import SEQUENCE_LENGTH, ParityReport, Precision, check_parity
 from lightning_boost.pipeline_parallel.options import Schedule
 from lightning_boost.tensor_parallel.scheme import SchemeName
 
@@ -99,7 +100,7 @@ def parity(
     virtual_stages: int = 1,
     scheme: SchemeName = "auto",
     kernels: KernelMode = "auto",
-    precision: Literal["32-true", "bf16-true"] = "32-true",
+    precision: Precision = "32-true",
     steps: int = 3,
     keep_outer_activation: bool | None = None,
     crossing_base: PairKind = "cola",
@@ -123,7 +124,7 @@ def parity(
         virtual_stages: Stages on each process, above 1 with ``interleaved_1f1b``.
         scheme: How the tensor axis splits layers, as the strategy takes it.
         kernels: Which run, as the strategy takes it; the one process has torch's own operations.
-        precision: Lightning's name.
+        precision: Lightning's name; 64-true, in which no run trains, tells rounding from a defect.
         steps: Optimizer steps.
         keep_outer_activation: Whether the MLP keeps SiLU on its gate; none: as the kind does.
         crossing_base: With kind ``lax``, what stands on a latent.
@@ -131,17 +132,17 @@ def parity(
         matrix: Whether to go through all shapes and layouts of up to four processes, and print a table.
         json: Whether the last line of standard output is one JSON object, and all else goes to standard error.
     """
+    model: dict[str, Any] = {
+        "kind": kind,
+        "keep_outer_activation": keep_outer_activation,
+        "crossing_base": crossing_base,
+        "crossing_gate": crossing_gate,
+    }
     if matrix:
-        return _matrix(kind, precision, steps, json, scheme)
+        return _matrix(model, scheme, precision, steps, json)
     with contextlib.redirect_stdout(sys.stderr):
         report = check_parity(
-            model_config(
-                kind,
-                shape,
-                keep_outer_activation=keep_outer_activation,
-                crossing_base=crossing_base,
-                crossing_gate=crossing_gate,
-            ),
+            model_config(shape=shape, **model),
             tensor_parallel_size=tensor_parallel_size,
             data_parallel_size=data_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
@@ -164,7 +165,7 @@ def parity(
     if json:
         print(json_format.dumps(report.as_dict()))
     else:
-        _show(report, _named(kind, scheme))
+        _show(report, _named(model, scheme))
     return 0 if report.passed else 1
 
 
@@ -179,16 +180,19 @@ def model_config(
     """Return the model of a cell of the matrix: three layers with odd sizes."""
     options = dict(SHAPES[shape])
     pairs = {name: options.pop(name) for name in list(options) if "bottleneck_size" in name}
+    # the only gate between latents of different widths
+    gate = "linear" if (kind, shape) == ("lax", "uneven") else crossing_gate
     low_rank = {"kind": kind, "bottleneck_size": 15, "keep_outer_activation": keep_outer_activation, **pairs}
-    if kind == "lax":
-        # the only gate between latents of different widths
-        low_rank |= {"crossing_base": crossing_base, "crossing_gate": "linear" if shape == "uneven" else crossing_gate}
+    low_rank |= {"crossing_base": crossing_base, "crossing_gate": gate}
     sizes: dict[str, Any] = {"vocab_size": 131, "hidden_size": 64, "intermediate_size": 173, "num_hidden_layers": 3}
     return LlamaConfig(**sizes, num_attention_heads=8, low_rank=LowRankConfig(**low_rank), **options)
 
 
-def _named(kind: str, scheme: SchemeName) -> str:
-    return kind if scheme == "auto" else f"{kind}, {scheme}"
+def _named(model: Mapping[str, Any], scheme: SchemeName) -> str:
+    """Write what is said of a model's kind, and the scheme where one is asked for."""
+    names = ("kind", "crossing_base", "crossing_gate") if model["kind"] == "lax" else ("kind",)
+    words = [model[name] for name in names]
+    return ", ".join(words if scheme == "auto" else [*words, scheme])
 
 
 def _show(report: ParityReport, model: str) -> None:
@@ -211,8 +215,9 @@ def _show(report: ParityReport, model: str) -> None:
     console.print("PARITY HOLDS" if report.passed else "PARITY FAILS")
 
 
-def _matrix(kind: LowRankKind, precision: str, steps: int, json: bool, scheme: SchemeName) -> int:
+def _matrix(model: Mapping[str, Any], scheme: SchemeName, precision: Precision, steps: int, json: bool) -> int:
     """Run every cell in processes of its own, since each needs another number of them."""
+    options = {**model, "scheme": scheme, "precision": precision, "steps": steps}
     reports: dict[str, dict[str, dict[str, Any]]] = {}
     for shape in SHAPES:
         reports[shape] = {}
@@ -222,28 +227,25 @@ def _matrix(kind: LowRankKind, precision: str, steps: int, json: bool, scheme: S
                 shape == "mixed" and scheme.startswith("vanilla")
             )
             if not is_refused:
-                reports[shape][layout.name] = _run_cell(kind, shape, layout, precision, steps, scheme)
+                reports[shape][layout.name] = _run_cell(options, shape, layout)
     passed = all(report["passed"] for row in reports.values() for report in row.values())
     if json:
         print(json_format.dumps({"passed": passed, "shapes": reports}))
     else:
-        _show_matrix(f"{_named(kind, scheme)}, {precision}: worst relative error of a gradient", reports, passed)
+        _show_matrix(f"{_named(model, scheme)}, {precision}: worst relative error of a gradient", reports, passed)
     return 0 if passed else 1
 
 
-def _run_cell(kind: str, shape: str, layout: Layout, precision: str, steps: int, scheme: SchemeName) -> dict[str, Any]:
-    options = {
-        "kind": kind,
-        "scheme": scheme,
+def _run_cell(options: Mapping[str, Any], shape: str, layout: Layout) -> dict[str, Any]:
+    every = {
+        **options,
         "shape": shape,
-        "precision": precision,
-        "steps": steps,
         "tensor_parallel_size": layout.tensor,
         "pipeline_parallel_size": layout.pipeline,
         "data_parallel_size": layout.data,
         "data_axis": layout.data_axis,
     }
-    arguments = [f"--{name}={value}" for name, value in options.items()]
+    arguments = [f"--{name}={json_format.dumps(value).strip(chr(34))}" for name, value in every.items()]
     command = [sys.executable, "-m", "lightning_boost", "parity", *arguments, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not done.stdout.strip():

@@ -7,7 +7,8 @@ twice forward: each product has the gradients of both its factors.
 
 from collections.abc import Iterable
 
-from lightning_boost.config import LlamaConfig, balanced_divisors
+from lightning_boost.config import LlamaConfig
+from lightning_boost.divisors import balanced_divisors
 
 _LAST = "down_proj"
 """The projection that a layer ends with."""

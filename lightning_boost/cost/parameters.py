@@ -1,6 +1,7 @@
 """How many parameters a model has."""
 
-from lightning_boost.config import GateKind, LlamaConfig, balanced_divisors
+from lightning_boost.config import GateKind, LlamaConfig
+from lightning_boost.divisors import balanced_divisors
 
 
 def count_parameters(config: LlamaConfig, *, full_rank: bool = False) -> int:

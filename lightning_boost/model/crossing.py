@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 from typing_extensions import override
 
-from lightning_boost.config import GateKind, balanced_divisors
+from lightning_boost.config import GateKind
+from lightning_boost.divisors import balanced_divisors
 
 NORM_EPS = 1e-6
 """Added to the variance of a latent."""
@@ -44,7 +45,9 @@ class TensorGate(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         """Map ``[…, R]`` to ``[…, R]``."""
         matrix = z.unflatten(-1, (len(self.row_weight), len(self.column_weight)))
-        return torch.matmul(self.row_weight.t(), torch.matmul(matrix, self.column_weight)).flatten(-2)
+        # both weights stand on the right: two products over all tokens, instead of a small one for each of them
+        rows = torch.matmul(matrix.transpose(-2, -1), self.row_weight)
+        return torch.matmul(rows.transpose(-2, -1), self.column_weight).flatten(-2)
 
 
 class LatentNorm(nn.Module):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_boost.model.crossing import LatentNorm, LinearGate, TensorGate, gate_bound
-from lightning_boost.model.low_rank import LowRankLinear
+from lightning_boost.model.low_rank import CrossingLinear, LowRankLinear
 
 BLOCK_ELEMENTS = 1 << 22
 """Values that are drawn at a time; part of the rule, since other blocks would draw other values."""
@@ -129,7 +129,8 @@ def initial_values(model: nn.Module, *, std: float = 0.02, seed: int | None = No
     parameter                       value
     ==============================  =====================================================================
     both factors of a pair          ``N(0, τ²)``, ``τ = R^-¼ (in + out)^-¼``: CoLA's, which gives every
-                                    element of ``B A`` the variance ``1 / (in + out)``
+                                    element of ``B A`` the variance ``1 / (in + out)``; where a latent is
+                                    received, and so normalised, the factor out of it ``N(0, τ²/4)``
     bias of a pair                  ``U(-out^-½, out^-½)``: CoLA's
     embedding, dense linear         ``N(0, std²)``; their bias zero
     weight of a norm                one; the bias of a latent's norm zero
@@ -162,6 +163,8 @@ def _draw_for(owner: nn.Module, leaf: str, name: str, std: float) -> Draw:
             limit = owner.out_features**-0.5
             return lambda value, generator: value.uniform_(-limit, limit, generator=generator)
         tau = owner.bottleneck_size**-0.25 * (owner.in_features + owner.out_features) ** -0.25
+        if isinstance(owner, CrossingLinear) and owner.receives and ".factor_b." in name:
+            tau /= 2
         return lambda value, generator: value.normal_(0.0, tau, generator=generator)
     if isinstance(owner, LinearGate | TensorGate):
         bound = gate_bound(owner, leaf)

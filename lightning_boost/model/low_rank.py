@@ -71,14 +71,16 @@ class CrossingLinear(LowRankLinear):
 
     Args:
         name: By which latents of neighbouring layers find one another.
+        receives: Whether this one's does receive one, and is normalised then.
         others: As for ``LowRankLinear``.
     """
 
     takes_latents = True
 
-    def __init__(self, name: str, *others: Any, **options: Any) -> None:
+    def __init__(self, name: str, *others: Any, receives: bool, **options: Any) -> None:
         super().__init__(*others, **options)
         self.name = name
+        self.receives = receives
 
     @override
     def forward(self, x: Tensor, latents: LayerLatents | None = None) -> Tensor:
@@ -106,5 +108,8 @@ def make_projection(config: LlamaConfig, layer: int, name: str) -> LowRankLinear
         return nn.Linear(in_features, out_features, bias=bias)
     activation = config.low_rank.latent_activation
     if config.low_rank.kind == "lax" and name in config.low_rank.crossing_projections:
-        return CrossingLinear(name, in_features, out_features, size, activation=activation, bias=bias)
+        receives = name in config.crossing_sizes(layer)
+        return CrossingLinear(
+            name, in_features, out_features, size, receives=receives, activation=activation, bias=bias
+        )
     return LowRankLinear(in_features, out_features, size, activation=activation, bias=bias)

@@ -6,6 +6,6 @@ since Adam hides a wrong scale; what is compared are gradients, gathered whole, 
 """
 
 from lightning_boost.parity.check import ParityReport, check_parity
-from lightning_boost.parity.runs import SEQUENCE_LENGTH
+from lightning_boost.parity.runs import SEQUENCE_LENGTH, Precision
 
-__all__ = ["SEQUENCE_LENGTH", "ParityReport", "check_parity"]
+__all__ = ["SEQUENCE_LENGTH", "ParityReport", "Precision", "check_parity"]

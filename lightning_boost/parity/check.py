@@ -15,6 +15,8 @@ from lightning_boost.parity.trajectory import compare
 from lightning_boost.strategy.boost import BoostParallelStrategy
 
 FP32_TOLERANCE = 1e-5
+FP64_TOLERANCE = 1e-10
+
 BF16_FACTOR = 2.0
 """In bf16 a layout may be this much farther from the fp32 oracle than one process in bf16 is."""
 
@@ -84,8 +86,9 @@ def check_parity(
         pipeline_parallel_size: As the strategy takes it.
         data_axis: As the strategy takes it.
         num_processes: Of this node.
-        precision: Lightning's name. In fp32 errors must stay below 1e-5. In bf16 the measure is how far one process in
-            bf16 is from one in fp32: the layout may be twice as far.
+        precision: Lightning's name. In fp32 errors must stay below 1e-5, in fp64, where rounding hides nothing, below
+            1e-10. In bf16 the measure is how far one process in bf16 is from one in fp32: the layout may be twice as
+            far.
         steps: Optimizer steps.
         options: Further ones, of the pipeline, recompute, the scheme or kernels, as the strategy takes them.
 
@@ -125,9 +128,11 @@ def _compare_runs(
     optimizer_name: str,
 ) -> ParityReport:
     parallel = train_on_layout(config, strategy, optimizer_name, num_processes, precision, steps)
-    oracle = train_on_one_process(config, optimizer_name, precision, steps, dtype=torch.float32)
+    is_fp64 = precision == "64-true"
+    oracle_dtype = torch.float64 if is_fp64 else torch.float32
+    oracle = train_on_one_process(config, optimizer_name, precision, steps, dtype=oracle_dtype)
     errors = compare(parallel, oracle)
-    gradient_tolerance = weight_tolerance = FP32_TOLERANCE
+    gradient_tolerance = weight_tolerance = FP64_TOLERANCE if is_fp64 else FP32_TOLERANCE
     if precision == "bf16-true":
         narrow = compare(train_on_one_process(config, optimizer_name, precision, steps, dtype=torch.bfloat16), oracle)
         gradient_tolerance, weight_tolerance = BF16_FACTOR * narrow.gradient, BF16_FACTOR * narrow.weight

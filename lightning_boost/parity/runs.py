@@ -21,7 +21,8 @@ from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.parity.trajectory import Trajectory
 from lightning_boost.strategy.boost import BoostParallelStrategy
 
-Precision = Literal["32-true", "bf16-true"]
+Precision = Literal["32-true", "bf16-true", "64-true"]
+"""Lightning's names. A strategy that trains takes no fp64; here it tells rounding from defects."""
 
 CLIP_NORM = 0.5
 """Below the first gradients' norm, so that clipping acts and a wrong norm shows in the weights."""
@@ -137,12 +138,15 @@ def train_on_layout(
     """Train through the strategy, as a user does; every process returns the whole model's trajectory."""
     # not torch's own: Lightning seeds anew from what seed_everything has left in the environment
     seed_everything(SEED, verbose=False)
+    is_fp64 = precision == "64-true"
     with torch.device("meta"):
-        module = _RecordingModule(LlamaForCausalLM(config), optimizer_name, steps)
+        model = LlamaForCausalLM(config).to(torch.float64 if is_fp64 else torch.float32)
+        module = _RecordingModule(model, optimizer_name, steps)
     trainer = Trainer(
         strategy=strategy,
         devices=num_processes,
-        precision=precision,
+        # 32-true leaves parameters as they are
+        precision="32-true" if is_fp64 else precision,
         max_steps=steps,
         gradient_clip_val=CLIP_NORM,
         use_distributed_sampler=False,

@@ -82,6 +82,7 @@ class Pipeline:
         self._width = width
         self._is_shared_out = is_shared_out
         self._dtype = next(root.parameters()).dtype
+        self._loss_dtype = torch.promote_types(self._dtype, torch.float32)
         # once: between a unit's gathering and its release the modules show other parameters
         self._parameters = [parameter for stage in stages for parameter in stage.parameters()]
         self._schedules: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
@@ -117,7 +118,8 @@ class Pipeline:
             )
         if has_labels:
             check_loss_arguments(arguments)
-        microbatches = cut_batch(arguments, self._count_for(len(next(iter(arguments.values())))))
+        num_samples = len(next(iter(arguments.values())))
+        microbatches = cut_batch(arguments, self._count_for(num_samples, is_trained=is_trained))
         self.last_cut = len(microbatches), microbatches.rows
         weights = self._weights(microbatches, over_replicas=is_trained) if has_labels else []
         self._run = run = _Run(microbatches, weights, self._autocast_state())
@@ -137,9 +139,12 @@ class Pipeline:
             " its state_dict()."
         )
 
-    def _count_for(self, num_samples: int) -> int:
+    def _count_for(self, num_samples: int, *, is_trained: bool) -> int:
         """Return the number of micro-batches: where replicas share out parameters, all gather them as often."""
         count = self._options.count_for(num_samples, self._axis.size())
+        if not is_trained and len(self._stages) == 1:
+            # forward alone runs in no order that asks for as many as there are processes
+            count = min(count, num_samples)
         if not self._is_shared_out:
             return count
         counts = torch.tensor(count, device=self._device)
@@ -174,18 +179,18 @@ class Pipeline:
             output = self._model_forward(**run.microbatches.arguments[number])
         if not run.weights:
             run.outputs.append(output)
-            return torch.zeros((), device=self._device)
+            return torch.zeros((), dtype=self._loss_dtype, device=self._device)
         mean = mean_loss_of(output)
         run.returns_output = output is not mean
         if self._returns_output not in (None, run.returns_output):
             raise TypeError("a model on a pipeline must return its loss in one form: alone, or among other outputs.")
-        loss = mean.float() * run.weights[number]
+        loss = mean.to(self._loss_dtype) * run.weights[number]
         run.losses.append(loss.detach())
         return loss
 
     def _weights(self, microbatches: Microbatches, *, over_replicas: bool) -> list[Tensor]:
         """Return what makes the sum over micro-batches, and the mean over replicas, the mean over valid tokens."""
-        valid = torch.stack(microbatches.num_valid).float()
+        valid = torch.stack(microbatches.num_valid).to(self._loss_dtype)
         everyones = valid.sum()
         num_replicas = self._data_axis.size()
         if over_replicas and num_replicas > 1:
@@ -195,7 +200,7 @@ class Pipeline:
         return list(valid / everyones.clamp(min=1.0 / num_replicas))
 
     def _sum_of_losses(self, run: _Run) -> Tensor:
-        total = torch.zeros(2, dtype=torch.float32, device=self._device)
+        total = torch.zeros(2, dtype=self._loss_dtype, device=self._device)
         if run.losses:
             total[0] = torch.stack(run.losses).sum()
             total[1] = run.returns_output
@@ -247,7 +252,7 @@ class Pipeline:
                 return (hidden,)
             return hidden, empty(border.num_rows(rows * num_tokens), border.width, dtype=latents_dtype)
 
-        loss = empty(dtype=torch.float32)
+        loss = empty(dtype=self._loss_dtype)
         num_stages = self._axis.size() * len(self._stages)
         stages = [
             MarkedStage(

@@ -12,6 +12,7 @@ from lightning_boost.mesh import DATA_AXIS, ParallelSizes, build_mesh
 from lightning_boost.parallelize import parallelize
 from lightning_boost.pipeline_parallel import commit, schedule
 from lightning_boost.pipeline_parallel.options import PipelineOptions
+from lightning_boost.pipeline_parallel.schedule import find_pipeline
 from tests.models import CPU, SEED, gradient_errors, masked_batch, meta_model, one_process_model, small_config
 from tests.processes import run_processes
 
@@ -105,6 +106,23 @@ def test_losses_and_logits_without_gradients(layout, options):
         for loss, logits in run_processes(_evaluated, 2 * layout.get("tensor", 1), config, rows, 12, layout, options):
             assert loss < 1e-6
             assert logits < 1e-5
+
+
+def _cut(config, rows):
+    model, _ = piped_model(config, num_microbatches=4)
+    batch, pipeline = masked_batch(config.vocab_size, rows=rows), find_pipeline(model)
+    model(**batch).backward()
+    trained = pipeline.last_cut
+    with torch.inference_mode():
+        model(batch["input_ids"])
+    return trained, pipeline.last_cut
+
+
+def test_forward_alone_runs_no_micro_batches_that_are_not_there():
+    """A single prompt goes through the stages once; in training there must be as many micro-batches as processes."""
+    config = small_config(num_hidden_layers=2)
+    assert run_processes(_cut, 2, config, 1) == [((2, 1), (1, 1))] * 2
+    assert run_processes(_cut, 2, config, 3) == [((3, 1), (3, 1))] * 2
 
 
 def _batches(config, sizes, options):

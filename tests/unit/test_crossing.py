@@ -113,6 +113,15 @@ def test_gates_and_norms_start_as_documented():
     assert (weights["tensor.norm.bias"] == 0).all()
 
 
+def test_where_a_latent_is_normalised_the_factor_out_of_it_starts_at_half_of_the_base_s():
+    crossing = one_process_model(lax(crossing_projections=["q_proj", "down_proj"]))
+    base = dict(one_process_model(small_config(num_hidden_layers=3)).named_parameters())
+    for name, parameter in crossing.named_parameters():
+        if ".crossings." not in name:
+            receives = any(f"{each}.factor_b" in name for each in ("q_proj", "down_proj")) and "layers.0." not in name
+            assert torch.equal(parameter, base[name] / 2 if receives else base[name]), name
+
+
 def test_without_crossing_the_layers_are_the_base_s():
     """A model with as few crossings as can be: the first layer has none, whatever its successors do."""
     config = lax()
@@ -153,6 +162,15 @@ def test_unequal_widths_are_refused_by_other_gates(gate):
         ValueError, match=r"\(30\) of layers\.1\.up_proj must be that of layer 0 \(15\) with crossing_gate"
     ):
         lax(crossing_gate=gate, other_bottleneck_sizes={"layers.1.up_proj": 30})
+
+
+@pytest.mark.parametrize(
+    "dense",
+    [{"q_proj": "dense", "up_proj": "dense"}, {"layers.1": "dense"}, {"layers.0": "dense", "layers.2": "dense"}],
+)
+def test_a_model_in_which_nothing_crosses_is_refused(dense):
+    with pytest.raises(ValueError, match=r"crossing_projections \(q_proj, up_proj\) must be factor pairs in two"):
+        lax(crossing_projections=["q_proj", "up_proj"], other_bottleneck_sizes=dense)
 
 
 @pytest.mark.parametrize(
