@@ -44,22 +44,27 @@ class Compiled:
 
 
 def compile_cases(
-    sizes: Sizes, dtype: torch.dtype, capability: int, activations: Sequence[str] = ("silu", "none")
+    sizes: Sizes,
+    dtype: torch.dtype,
+    capability: int,
+    activations: Sequence[str] = ("silu", "none"),
+    stream: torch.dtype | None = None,
 ) -> Iterator[Compiled]:
     """Compile what every case would launch.
 
     Args:
         sizes: Of the tensors.
-        dtype: Of hidden states, latents and weights.
+        dtype: Of what GEMMs read and write.
         capability: Of the GPU, 80 for sm_80.
         activations: Of latents.
+        stream: Dtype of the hidden stream, where it is another.
 
     Raises:
         RuntimeError: If Triton interprets in this process, where nothing is compiled.
     """
     if is_interpreting():
         raise RuntimeError("kernels are compiled where Triton does not interpret: unset TRITON_INTERPRET.")
-    for case in cases(sizes, dtype, torch.device("meta"), activations):
+    for case in cases(sizes, dtype, torch.device("meta"), activations, stream):
         for kernel, args, options in _launches(case):
             yield _compile(case, kernel, args, options, capability)
 
@@ -130,7 +135,7 @@ def _kind(value: Any) -> tuple[str, bool]:
     return ("i64" if value >= 2**31 else "i32"), value % 16 == 0
 
 
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64"}
+_DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64"}
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

@@ -46,15 +46,21 @@ class Case:
 
 
 def cases(
-    sizes: Sizes, dtype: torch.dtype, device: torch.device, activations: Sequence[str] = ("silu", "none")
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: torch.device,
+    activations: Sequence[str] = ("silu", "none"),
+    stream: torch.dtype | None = None,
 ) -> Iterator[Case]:
     """Yield a call of every function of every kernel.
 
     Args:
         sizes: Of the tensors.
-        dtype: Of hidden states, latents and weights.
+        dtype: Of what GEMMs read and write.
         device: Where the tensors are; on ``meta`` they take no memory.
         activations: Of latents.
+        stream: Dtype of the hidden stream, its norm's weight and rotary tables; ``dtype`` if ``None``, fp32 beside
+            bf16 under autocast.
     """
 
     def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -64,7 +70,9 @@ def cases(
         return torch.rand(*shape, device=device) + 0.5
 
     rows, width, hidden_size = sizes.rows, sizes.latents, sizes.hidden * sizes.processes
-    x, gamma, t, c = random(rows, sizes.hidden), random(sizes.hidden), random(rows, sizes.hidden), positive(rows, 1)
+    wide = dtype if stream is None else stream
+    x, gamma = random(rows, sizes.hidden, dtype=wide), random(sizes.hidden, dtype=wide)
+    t, c = random(rows, sizes.hidden), positive(rows, 1)
     buffer = random(rows, width + statistic_columns(dtype, sizes.processes)).abs()
     yield Case("norm_input", "norm_input", (x, gamma, buffer[:, width:], 0))
     yield Case("norm_input", "norm_input_backward", (x, gamma, t, c, True))
@@ -79,7 +87,7 @@ def cases(
         yield Case("gated_activation", "gated_activation_backward", (grad, gate, up, activation))
     sequences = rows // sizes.tokens
     heads = random(sequences, sizes.tokens, sizes.heads, sizes.head_size).transpose(1, 2)
-    table = random(sizes.tokens, sizes.head_size)
+    table = random(sizes.tokens, sizes.head_size, dtype=wide)
     yield Case("rotary", "rotary", (heads, table, table))
     yield Case("rotary", "rotary_backward", (heads, table, table))
     loss_rows = sizes.loss_rows

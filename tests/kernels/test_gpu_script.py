@@ -11,11 +11,21 @@ import torch
 from lightning_boost.kernels import norm_latent, rotary
 from lightning_boost.kernels.cases import cases
 from lightning_boost.kernels.dispatch import choose_kernels
-from tests.gpu.kernels_on_gpu import ACTIVATIONS, DTYPES, SIZES, check_case
+from tests.gpu.kernels_on_gpu import ACTIVATIONS, DTYPES, SIZES, check_case, differing_far_rows
 from tests.kernels.interpreter import round_as_a_gpu
 
 SMALL = {
-    "share": replace(SIZES["a 7B model's share"], rows=8, tokens=4, hidden=40, latents=72, gated=36, heads=2),
+    "share": replace(
+        SIZES["a 7B model's share"],
+        rows=8,
+        tokens=4,
+        hidden=40,
+        latents=72,
+        gated=36,
+        heads=2,
+        vocabulary=301,
+        loss_rows=8,
+    ),
     "odd": replace(SIZES["odd"], rows=9, tokens=3, hidden=101, vocabulary=301, loss_rows=5),
     "narrow": replace(SIZES["narrow"], rows=16, loss_rows=4),
     "empty": SIZES["empty"],
@@ -33,10 +43,9 @@ def interpreted():
 
 
 @pytest.mark.parametrize("sizes", SMALL.values(), ids=SMALL)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_kernels_are_their_twins(sizes, dtype):
-    sizes = replace(sizes, vocabulary=min(sizes.vocabulary, 301), loss_rows=min(sizes.loss_rows, 8))
-    found = {case.name: check_case(case, dtype) for case in cases(sizes, dtype, CPU, ACTIVATIONS)}
+@pytest.mark.parametrize(("dtype", "stream"), DTYPES.values(), ids=DTYPES)
+def test_kernels_are_their_twins(sizes, dtype, stream):
+    found = {case.name: check_case(case, dtype) for case in cases(sizes, dtype, CPU, ACTIVATIONS, stream)}
     assert max(found.values()) <= 1.0, found
 
 
@@ -52,8 +61,18 @@ def test_a_defect_is_seen(monkeypatch):
     assert {name for name, error in found.items() if error > 1.0} == {"norm_latent_backward silu", "rotary_backward"}
 
 
-def test_the_script_needs_neither_lightning_nor_what_it_brings():
-    """It gets as far as asking for a GPU."""
+def test_rows_behind_others(monkeypatch):
+    """Fewer than there are on a GPU."""
+    assert differing_far_rows(CPU, 5) == []
+    activate = norm_latent.activate
+    monkeypatch.setattr(norm_latent, "activate", lambda z, activation: activate(z, activation) * min(len(z), 3))
+    assert differing_far_rows(CPU, 5) == ["activate"]
+
+
+def test_the_script_needs_neither_lightning_nor_what_it_brings(tmp_path):
+    """It gets as far as asking for a GPU, beside another package of the tests' name, too."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
     script = Path(__file__).parents[1] / "gpu" / "run.py"
     blocked = [
         "lightning",
@@ -69,6 +88,7 @@ def test_the_script_needs_neither_lightning_nor_what_it_brings():
     code = f"""
 import runpy, sys
 sys.modules |= dict.fromkeys({blocked})
+sys.path.append({str(tmp_path)!r})
 sys.argv = ["run.py"]
 runpy.run_path({str(script)!r}, run_name="__main__")
 """
