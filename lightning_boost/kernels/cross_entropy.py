@@ -16,34 +16,36 @@ from lightning_boost.kernels.tiles import TILE, cover, power_of_two
 
 @triton.jit
 def _cross_entropy_parts(
-    logits, targets, parts, num_rows, width, smoothing, spread, SIZE: tl.constexpr,
+    logits, targets, parts, num_rows, width, stride, smoothing, spread, SIZE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    own = logits + row * stride
     maximum = -float("inf")
     exponentials = 0.0
     values = 0.0
     for start in range(0, width, SIZE):
         column = start + tl.arange(0, SIZE)
-        logit = tl.load(logits + row * width + column, column < width, other=-float("inf")).to(tl.float32)
+        logit = tl.load(own + column, column < width, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(maximum, tl.max(logit, 0))
         exponentials = exponentials * tl.exp(maximum - higher) + tl.sum(tl.exp(logit - higher), 0)
         maximum = higher
         values += tl.sum(tl.where(column < width, logit, 0.0), 0)
     target = tl.load(targets + row)
     is_mine = (target >= 0) & (target < width)
-    chosen = tl.load(logits + row * width + target, is_mine, other=0.0).to(tl.float32)
-    tl.store(parts + row, maximum)
-    tl.store(parts + num_rows + row, exponentials)
-    tl.store(parts + 2 * num_rows.to(tl.int64) + row, (1.0 - smoothing) * chosen + spread * values)
+    chosen = tl.load(own + target, is_mine, other=0.0).to(tl.float32)
+    place = parts + row
+    tl.store(place, maximum)
+    tl.store(place + num_rows, exponentials)
+    tl.store(place + num_rows + num_rows, (1.0 - smoothing) * chosen + spread * values)
 
 
 @triton.jit
 def _cross_entropy_gradient(
-    logits, targets, maxima, sums, scales, width, smoothing, spread, SIZE: tl.constexpr,
+    logits, targets, maxima, sums, scales, width, stride, smoothing, spread, SIZE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    place = logits + row * width + column
+    place = logits + row * stride + column
     logit = tl.load(place, column < width, other=0.0).to(tl.float32)
     share = tl.exp(logit - tl.load(maxima + row)) / tl.load(sums + row) - spread
     share -= tl.where(column == tl.load(targets + row), 1.0 - smoothing, 0.0)
@@ -51,13 +53,14 @@ def _cross_entropy_gradient(
 
 
 def cross_entropy_parts(logits: Tensor, targets: Tensor, smoothing: float, spread: float) -> Tensor:
-    """As ``reference.cross_entropy_parts``, of logits of any dtype, which are left as they are."""
+    """As ``reference.cross_entropy_parts``, of logits of any dtype, which are left as they are; rows may lie apart."""
     num_rows, width = logits.shape
     parts = torch.empty(3, num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
         _cross_entropy_parts[(num_rows,)](
-            logits, targets.contiguous(), parts, num_rows, width, smoothing, spread, SIZE=_size(width)
-        )
+            logits, targets.contiguous(), parts, num_rows, width, logits.stride(0), smoothing, spread,
+            SIZE=_size(width),
+        )  # fmt: skip
     return parts
 
 
@@ -71,13 +74,13 @@ def cross_entropy_gradient(
     smoothing: float,
     spread: float,
 ) -> None:
-    """As ``reference.cross_entropy_gradient``; ``work`` are the logits."""
+    """As ``reference.cross_entropy_gradient``; ``work`` are the logits, whose rows may lie apart."""
     num_rows, width = work.shape
     size = _size(width)
     if num_rows and width:
         _cross_entropy_gradient[(num_rows, cover(width, size))](
-            work, targets.contiguous(), maxima.contiguous(), sums.contiguous(), scale.contiguous(), width, smoothing,
-            spread, SIZE=size,
+            work, targets.contiguous(), maxima.contiguous(), sums.contiguous(), scale.contiguous(), width,
+            work.stride(0), smoothing, spread, SIZE=size,
         )  # fmt: skip
 
 

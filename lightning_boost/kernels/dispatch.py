@@ -19,7 +19,7 @@ from lightning_boost.kernels import reference
 KERNELS = ("norm_input", "norm_latent", "gated_activation", "rotary", "cross_entropy")
 """By the names of their files."""
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16)
 """That Triton kernels read and write; they compute in fp32."""
 
 KernelMode = Literal["auto", "reference", "triton"]
@@ -102,7 +102,7 @@ def _why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
         return None
     if _mode == "reference" or name not in _chosen:
         return "switched off by the option kernels"
-    if device.type != "cuda" and not (_mode == "triton" and device.type == "cpu"):
+    if device.type != "cuda" and not (_mode == "triton" and device.type == "cpu" and is_interpreting()):
         return f"on {device.type}"
     if dtype not in DTYPES:
         return f"in {str(dtype).removeprefix('torch.')}"

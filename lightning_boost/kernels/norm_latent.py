@@ -7,6 +7,8 @@ A program has some rows and goes along their latents. σ is taken of ``z`` as it
 from the stored ``z`` once more gets the same.
 """
 
+from math import gcd
+
 import torch
 import triton
 import triton.language as tl
@@ -20,25 +22,27 @@ from lightning_boost.kernels.tiles import TILE, cover, tile
 @triton.jit
 def _norm_latent_forward(
     buffer, z, rho, sigma, num_rows, width, hidden_size, eps, stride,
-    NUM_PROCESSES: tl.constexpr, LIMBS: tl.constexpr, ACTIVATION: tl.constexpr,
+    NUM_PROCESSES: tl.constexpr, LIMBS: tl.constexpr, ACTIVATION: tl.constexpr, ALIGNMENT: tl.constexpr,
     ROWS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
+    # said, lest latents be read one by one: Triton itself sees no other multiples than those of 16
+    own = buffer + tl.multiple_of(row * stride, ALIGNMENT)
     total = tl.zeros([ROWS], tl.float32)
     for process in tl.static_range(NUM_PROCESSES):
         part = tl.zeros([ROWS], tl.float32)
         # from the smallest limb up, as in the plain form: every process then has the same number
         for limb in tl.static_range(LIMBS):
             column = width + process * LIMBS + (LIMBS - 1 - limb)
-            part += tl.load(buffer + row * stride + column, is_row, other=0.0).to(tl.float32)
+            part += tl.load(own + column, is_row, other=0.0).to(tl.float32)
         total += part
     scale = 1.0 / tl.sqrt(total / hidden_size + eps)
     tl.store(rho + row, scale, is_row)
     for start in range(0, width, FEATURES):
         feature = start + tl.arange(0, FEATURES)
         mask = is_row[:, None] & (feature < width)[None, :]
-        latent = tl.load(buffer + row[:, None] * stride + feature[None, :], mask, other=0.0).to(tl.float32)
+        latent = tl.load(own[:, None] + feature[None, :], mask, other=0.0).to(tl.float32)
         rounded = (latent * scale[:, None]).to(z.dtype.element_ty)
         place = row[:, None] * width + feature[None, :]
         tl.store(z + place, rounded, mask)
@@ -89,7 +93,7 @@ def norm_latent(
         _norm_latent_forward[(cover(num_rows, rows),)](
             buffer, z, rho, sigma, num_rows, width, hidden_size, eps, buffer.stride(0),
             NUM_PROCESSES=num_processes if is_split else 1, LIMBS=LIMBS if is_split else 1,
-            ACTIVATION=activation, ROWS=rows, FEATURES=features,
+            ACTIVATION=activation, ALIGNMENT=gcd(buffer.stride(0), 16), ROWS=rows, FEATURES=features,
         )  # fmt: skip
     return z, rho, sigma
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.cuda import device_of
 
 from lightning_boost.kernels.dispatch import implementation
 from lightning_boost.kernels.library import Operator, register
@@ -21,7 +22,9 @@ def _operator(kernel: str, schema: str, fake: Operator) -> OpOverload:
     function = schema.partition("(")[0]
 
     def run(first: Tensor, *others: Any) -> Any:
-        return implementation(kernel, function, first)(first, *others)
+        # Triton launches on the current device, wherever its tensors are
+        with device_of(first):
+            return implementation(kernel, function, first)(first, *others)
 
     registered = register(schema, run, fake=fake)
     FAKES[registered] = fake

@@ -21,7 +21,7 @@ def _rotary(
 ):  # fmt: skip
     batch = tl.program_id(0).to(tl.int64) // num_tokens
     token = tl.program_id(0).to(tl.int64) % num_tokens
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    head = tl.program_id(1).to(tl.int64) * HEADS + tl.arange(0, HEADS)
     feature = tl.arange(0, HALF)
     is_feature = feature < half
     mask = (head < num_heads)[:, None] & is_feature[None, :]

@@ -16,7 +16,10 @@ from lightning_boost.kernels.cases import Sizes
 
 activations = ("none", "silu", "gelu", "gelu_tanh", "relu", "tanh")
 wide = Sizes(rows=4096, hidden=8192, latents=24576, heads=64, vocabulary=128256)
+# Triton takes a size of one as a constant
+ones = Sizes(1, 1, hidden=1, latents=1, gated=1, heads=1, head_size=2, vocabulary=1, loss_rows=1, processes=1)
 runs = [(Sizes(), torch.bfloat16, 80, activations), (Sizes(), torch.bfloat16, 90, ("silu",))]
+runs += [(Sizes(), torch.bfloat16, 90, ("silu",), torch.float32), (ones, torch.bfloat16, 90, ("silu",))]
 runs += [(Sizes(), torch.float32, 80, ("silu",)), (wide, torch.bfloat16, 90, ("silu",))]
 found = [dataclasses.asdict(each) | {"limit": SHARED_MEMORY[run[2]]} for run in runs for each in compile_cases(*run)]
 json.dump(found, sys.stdout)
@@ -33,6 +36,27 @@ every = ahead_of_time.cases
 ahead_of_time.cases = lambda *args: [case for case in every(*args) if case.function == "norm_input_backward"]
 found = [dataclasses.asdict(each) for each in ahead_of_time.compile_cases(Sizes(), torch.float32, 80)]
 json.dump(found, sys.stdout)
+"""
+
+
+_LOADS = """
+import dataclasses, json, re, sys, torch
+from lightning_boost.kernels import ahead_of_time
+from lightning_boost.kernels.cases import Sizes
+
+found, compile_ = [], ahead_of_time.triton.compile
+
+def note(*args, **options):
+    compiled = compile_(*args, **options)
+    found.append(re.findall("ld.global[^ ]*v4", compiled.asm["ptx"]))
+    return compiled
+
+ahead_of_time.triton.compile = note
+every = ahead_of_time.cases
+ahead_of_time.cases = lambda *args: [case for case in every(*args) if case.function == "norm_latent"]
+for processes in (1, 2, 4, 8):
+    list(ahead_of_time.compile_cases(Sizes(processes=processes), torch.bfloat16, 90, ("silu",)))
+json.dump([len(loads) for loads in found], sys.stdout)
 """
 
 
@@ -67,6 +91,11 @@ def test_shared_memory_suffices(compiled):
 def test_registers_leave_room_for_several_blocks(compiled):
     """At 128 registers a multiprocessor has 512 threads at a time, few enough to wait for memory."""
     assert [each for each in compiled if each["registers"] > 128] == []
+
+
+def test_latents_are_read_16_bytes_at_a_time():
+    """Beside a statistic of any number of processes, whose columns are padded to 8 but not to 16."""
+    assert [loads > 0 for loads in _run(_LOADS)] == [True] * 4
 
 
 def test_a_spill_is_seen():

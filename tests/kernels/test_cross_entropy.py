@@ -5,7 +5,7 @@ import torch
 
 from lightning_boost.kernels import cross_entropy as kernel
 from lightning_boost.kernels import reference
-from tests.kernels.closeness import DTYPES, assert_close, random
+from tests.kernels.closeness import DTYPES, apart, assert_close, random
 
 VOCAB_SIZE = 4000
 
@@ -35,6 +35,16 @@ def test_large_and_small_logits():
     targets = torch.tensor([0, 2])
     found = kernel.cross_entropy_parts(logits.clone(), targets, 0.0, 0.0)
     assert torch.equal(found, torch.tensor([[1e4, -3e4], [1.0, 3.0], [1e4, -3e4]]))
+
+
+def test_rows_that_lie_apart():
+    logits, targets, ones = random(4, 300), torch.tensor([0, 299, 7, -1]), torch.ones(4)
+    beside, given = apart(logits), (targets, 0.1, 0.1 / VOCAB_SIZE)
+    parts = kernel.cross_entropy_parts(logits, *given)
+    assert torch.equal(kernel.cross_entropy_parts(beside, *given), parts)
+    for each in (logits, beside):
+        kernel.cross_entropy_gradient(each, targets, parts, parts[0], parts[1], ones, *given[1:])
+    assert torch.equal(beside, logits)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

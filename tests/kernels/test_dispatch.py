@@ -1,9 +1,11 @@
 """Which implementation of a kernel runs, and what is said of it."""
 
+import contextlib
+
 import pytest
 import torch
 
-from lightning_boost.kernels import dispatch, functions, reference
+from lightning_boost.kernels import dispatch, functions, operators, reference
 from lightning_boost.kernels.dispatch import KERNELS, choose_kernels, describe_kernels, implementation, why_not
 from tests.kernels.closeness import random
 
@@ -31,9 +33,40 @@ def test_triton_runs_where_it_is_told_to(monkeypatch):
     assert implementation("rotary", "rotary", x).__module__ == "lightning_boost.kernels.rotary"
 
 
-def test_fp64_is_left_to_torch():
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_other_dtypes_are_left_to_torch(dtype):
     choose_kernels("triton")
-    assert why_not("rotary", random(2, 8).double()) == "in float64"
+    assert why_not("rotary", random(2, 8).to(dtype)) == f"in {str(dtype).removeprefix('torch.')}"
+
+
+def test_tensors_of_a_cpu_beside_a_gpu_are_left_to_torch(monkeypatch):
+    """Only the interpreter reads them."""
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    choose_kernels("triton")
+    assert why_not("rotary", random(2, 8)) == "on cpu"
+
+
+def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
+    """Triton launches on the current one."""
+    happened = []
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        happened.append(tensor)
+        yield
+        happened.append("left")
+
+    def run(z, _):
+        happened.append("run")
+        return torch.empty_like(z)
+
+    monkeypatch.setattr(operators, "device_of", device_of)
+    monkeypatch.setattr(operators, "implementation", lambda *_: run)
+    z = random(2, 8)
+    operators.activate(z, "silu")
+    assert happened[0] is z
+    assert happened[1:] == ["run", "left"]
 
 
 def test_kernels_are_chosen_one_by_one():

@@ -38,6 +38,20 @@ def test_every_process_writes_its_own_limbs_and_zeros():
     assert not found[1, :, :3].any()
 
 
+def test_a_hidden_stream_in_fp32_beside_products_in_bf16():
+    """As under autocast: what a GEMM reads is bf16, what the stream gets back is fp32."""
+    x, gamma, t, c = random(5, 40), random(40, seed=1), random(5, 40, dtype=torch.bfloat16, seed=2), random(5, 1)
+    columns = torch.empty(5, 8, dtype=torch.bfloat16)
+    scaled = kernel.norm_input(x, gamma, columns, 1)
+    assert_close(scaled, x.double() * gamma, torch.bfloat16)
+    assert_close(read_statistic(columns, 2), x.double().square().sum(-1, keepdim=True), torch.bfloat16)
+    found = kernel.norm_input_backward(x, gamma, t, c, True)
+    expected = reference.norm_input_backward(*wide(x, gamma, t, c), True)
+    for result, right in zip(found, expected, strict=True):
+        assert_close(result, right, torch.bfloat16)
+    assert [each.dtype for each in (scaled, *found)] == [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
+
+
 @pytest.mark.parametrize("is_scaled_needed", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -34,6 +34,25 @@ def test_both_passes(shape, dtype, has_own_positions, form):
     assert_close(kernel.rotary_backward(_laid(heads, form), cosines, sines), reference.rotary_backward(*given), dtype)
 
 
+def test_tables_in_fp32_beside_heads_in_bf16():
+    """As under autocast."""
+    heads, tables = random(2, 3, 5, 12, dtype=torch.bfloat16), (random(5, 12, seed=1), random(5, 12, seed=2))
+    given = wide(heads, *tables)
+    for turn in ("rotary", "rotary_backward"):
+        found = getattr(kernel, turn)(heads, *tables)
+        assert_close(found, getattr(reference, turn)(*given), torch.bfloat16)
+        assert found.dtype == torch.bfloat16
+
+
+def test_heads_beyond_two_to_the_31():
+    """Of the memory between heads nothing is touched, so nothing is taken."""
+    far = 2**30 + 16
+    heads = torch.empty(2 * far + 8, dtype=torch.bfloat16).as_strided((1, 3, 1, 8), (1, far, 8, 1))
+    heads.copy_(random(1, 3, 1, 8))
+    tables = random(1, 8, seed=1), random(1, 8, seed=2)
+    assert torch.equal(kernel.rotary(heads, *tables), kernel.rotary(heads.clone(), *tables))
+
+
 def test_the_twin_is_the_derivative():
     heads = random(2, 3, 5, 12).double().requires_grad_()
     cosines, sines = random(5, 12, seed=1).double(), random(5, 12, seed=2).double()
