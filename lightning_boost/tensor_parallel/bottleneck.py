@@ -61,15 +61,19 @@ class FactorPair(nn.Module):
         self.latent_name = pair.name if isinstance(pair, CrossingLinear) else None
         """By which its latent crosses from layer to layer, if it does."""
 
-    @property
-    def bottleneck_size(self) -> int:
-        """``R``, never split."""
-        return self.get_parameter(self.names.factor_a).shape[1 - self.names.in_dim]
+        self.bottleneck_size = self.get_parameter(names.factor_a).shape[1 - names.in_dim]
+        """``R`` of the whole group."""
+
+    def factor(self, name: str) -> Tensor:
+        """Return a factor as it stands there: in a compiler's graph it is this process's share, and no parameter."""
+        owner, _, leaf = name.rpartition(".")
+        factor: Tensor = getattr(self.get_submodule(owner), leaf)
+        return factor
 
     @property
     def local_width(self) -> int:
         """This process's output features."""
-        return num_rows(self.get_parameter(self.names.factor_b), self.rows, self.names.out_dim)
+        return num_rows(self.factor(self.names.factor_b), self.rows, self.names.out_dim)
 
     def upright(self, factor: Tensor) -> Tensor:
         """Return a factor as a linear keeps it, ``[R, in]`` or ``[out, R]``."""
@@ -77,11 +81,11 @@ class FactorPair(nn.Module):
 
     def local_a(self) -> Tensor:
         """Return this process's share of ``A``, ``[R, in/tp]``."""
-        return self.upright(local(self.get_parameter(self.names.factor_a)))
+        return self.upright(local(self.factor(self.names.factor_a)))
 
     def local_b(self, group: str, chunk: str) -> Tensor:
         """Return this process's share of ``B``, ``[out/tp, R]``."""
-        share = self.upright(local(self.get_parameter(self.names.factor_b)))
+        share = self.upright(local(self.factor(self.names.factor_b)))
         return own_rows(share, self.rows, group, chunk)
 
     def output_bias(self) -> Tensor | None:
@@ -141,7 +145,7 @@ class GroupMember(nn.Module):
     def is_given(self, outputs: Tensor) -> bool:
         """Tell whether ``outputs`` are the group's, as they were handed out."""
         owner, _ = getattr(outputs, _PARTS, (None, []))
-        return bool(owner == id(self.__dict__["members"]))
+        return owner is self.__dict__["members"]
 
 
 def hand_out(
@@ -161,7 +165,7 @@ def hand_out(
     # a view of its own: what a tensor keeps as an attribute must not keep the tensor, or neither would be freed
     first = parts[0] if hidden is None else hidden
     outputs = first.view(*shape, first.shape[-1])
-    setattr(outputs, _PARTS, (id(members), [part.view(*shape, part.shape[-1]) for part in parts]))
+    setattr(outputs, _PARTS, (members, [part.view(*shape, part.shape[-1]) for part in parts]))
     return outputs
 
 

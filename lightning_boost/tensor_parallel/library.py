@@ -16,12 +16,18 @@ REPLICATED: set[OpOverload] = set()
 
 
 def operator(
-    schema: str, flops: FlopFormula | None = None, *, is_replicated: bool = False, apart: Operator | None = None
+    schema: str,
+    fake: Operator,
+    flops: FlopFormula | None = None,
+    *,
+    is_replicated: bool = False,
+    apart: Operator | None = None,
 ) -> Callable[[Operator], Operator]:
     """Register the decorated function under ``schema`` and return the operator that dispatches to it.
 
     Args:
         schema: Name, arguments and results.
+        fake: Gives results of the right shapes, dtypes and strides from arguments without values, for a compiler.
         flops: Of its GEMMs, for ``torch.utils.flop_counter``; takes the arguments, shapes in the place of tensors.
         is_replicated: Whether its first result is the same on every process, bit for bit; it then takes the name of a
             ``group`` and of a ``chunk``.
@@ -29,7 +35,7 @@ def operator(
     """
 
     def decorate(function: Operator) -> Operator:
-        dispatching: OpOverload = register(schema, function, flops=flops, apart=apart)
+        dispatching: OpOverload = register(schema, function, fake=fake, flops=flops, apart=apart)
         if "str group" in schema:
             COMMUNICATING.add(dispatching)
         if is_replicated:

@@ -40,15 +40,27 @@ from lightning_boost.tensor_parallel.whole_norm import whole_norm
 
 @operator(
     "project_whole(Tensor x, Tensor[] factors_a) -> Tensor",
+    fake=lambda x, factors_a: x.new_empty(x.shape[0], sum(factor.shape[0] for factor in factors_a)),
     flops=lambda x, factors_a: gemm_flops(x[0], *factors_a),
 )
 def _project_whole(x: Tensor, factors_a: Sequence[Tensor]) -> Tensor:
     return torch.mm(x, torch.cat(list(factors_a)).t())
 
 
+def _project_whole_backward_fake(
+    grad_z: Tensor, x: Tensor, _: Sequence[Tensor], needed: Sequence[bool], *__: Any
+) -> tuple[Tensor, Tensor]:
+    is_x_needed, are_factors_needed = needed
+    return (
+        x.new_empty(x.shape if is_x_needed else 0),
+        x.new_empty((grad_z.shape[1], x.shape[1]) if are_factors_needed else 0),
+    )
+
+
 @operator(
     "project_whole_backward(Tensor grad_z, Tensor x, Tensor[] factors_a, bool[] needed, str group, str chunk)"
     " -> (Tensor, Tensor)",
+    fake=_project_whole_backward_fake,
     flops=lambda grad_z, _, factors_a, needed, *__: sum(needed) * gemm_flops(grad_z[0], *factors_a),
 )
 def _project_whole_backward(
@@ -102,6 +114,7 @@ class ProjectWhole(torch.autograd.Function):
 
 @operator(
     "gather_bottleneck(Tensor part, int width, str group, str chunk, str pass_) -> Tensor",
+    fake=lambda part, width, *_: part.new_empty(part.shape[0], width),
     is_replicated=True,
 )
 def _gather_bottleneck(part: Tensor, width: int, group: str, chunk: str, pass_: Pass) -> Tensor:
@@ -258,7 +271,7 @@ def activated(a: Tensor, pair: FactorPair, latents: LayerLatents | None, group: 
 
 def own_bottleneck(pair: FactorPair) -> int:
     """Return this process's part of a pair's bottleneck."""
-    return local_size(pair.get_parameter(pair.names.factor_a), 1 - pair.names.in_dim)
+    return local_size(pair.factor(pair.names.factor_a), 1 - pair.names.in_dim)
 
 
 def into_bottleneck(x: Tensor, factors_a: Sequence[Tensor], group: str, chunk: str) -> Tensor:
