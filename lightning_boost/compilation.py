@@ -20,6 +20,9 @@ from typing_extensions import override
 from lightning_boost.layout import Decoder
 from lightning_boost.recompute.layers import CACHES, RecomputedForward
 from lightning_boost.tensor_parallel.local_parameter import local
+from lightning_boost.torch_internals import private
+
+_num_dispatch_modes = private("torch._C", "_len_torch_dispatch_stack")
 
 BACKEND = "inductor"
 
@@ -35,8 +38,13 @@ def compile_layers(decoder: Decoder) -> None:
         decoder: The model, its layers already swapped for their parallel twins and recomputed where they are to be.
     """
     for layer in decoder.layers.values():
-        # as recompute does: a derived class would be another type, with another name and pickled otherwise
-        vars(layer)["forward"] = CompiledForward(layer)
+        recomputed: RecomputedForward | None = vars(layer).get("forward")
+        if recomputed is not None and recomputed.keeping is None:
+            # two runs of a whole graph: no graph could have its collectives twice
+            recomputed.inner = CompiledForward(layer, None)
+        else:
+            # as recompute does: a derived class would be another type, with another name and pickled otherwise
+            vars(layer)["forward"] = CompiledForward(layer, recomputed)
 
 
 def check_to_compile(decoder: Decoder) -> None:
@@ -68,10 +76,10 @@ class CompiledForward:
 
     Args:
         layer: Whose ``forward`` is its class's still, or recomputed.
+        recomputed: What stands as its ``forward`` and is to be in the graph, if it is recomputed.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
-        recomputed: RecomputedForward | None = vars(layer).get("forward")
+    def __init__(self, layer: nn.Module, recomputed: RecomputedForward | None) -> None:
         self.traced = TracedLayer(layer, recomputed)
         self._recomputed = recomputed
         self._inside = [module for module in layer.modules() if module is not layer]
@@ -100,8 +108,8 @@ class CompiledForward:
         except torch._dynamo.exc.Unsupported as error:
             name = type(self.traced.layer).__name__
             raise RuntimeError(
-                f"compile (True) must be False with a {name}: its forward cannot be one graph, for the reason above."
-                " Change what torch.compile does not see through, or set compile to False."
+                f"compile (True) must be False with a {name}, whose forward torch cannot compile as one graph"
+                f" ({str(error).splitlines()[0]}; above is where). Change that, or set compile to False."
             ) from error
 
     def _runs_as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -109,7 +117,7 @@ class CompiledForward:
         return (
             any(given.get(name) is not None for name in CACHES)
             or any(module._forward_hooks or module._forward_pre_hooks for module in self._inside)
-            or torch._C._len_torch_dispatch_stack() > 0
+            or _num_dispatch_modes() > 0
         )
 
 
@@ -143,7 +151,7 @@ class TracedLayer(nn.Module):
         They are made outside of the graph: torch cannot cut a graph for recompute in which DTensors are read.
         """
         # looked up anew: a data axis puts other ones in their places for the time of a call
-        found = ((name, owner._parameters[leaf]) for name, owner, leaf in self._places)
+        found = ((name, getattr(owner, leaf)) for name, owner, leaf in self._places)
         return {name: local(each) for name, each in found if isinstance(each, DTensor)}
 
 

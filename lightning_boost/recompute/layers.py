@@ -100,6 +100,9 @@ class RecomputedForward:
     def __init__(self, layer: nn.Module, keeping: Keeping | None) -> None:
         self.layer = layer
         self.keeping = keeping
+        self.inner: Callable[..., Any] | None = None
+        """What runs in the place of the class's ``forward``: the same, compiled."""
+
         self._names = list(inspect.signature(layer.forward).parameters)
 
     @property
@@ -108,7 +111,7 @@ class RecomputedForward:
         return inspect.signature(self._plain())
 
     def _plain(self) -> Callable[..., Any]:
-        return MethodType(type(self.layer).forward, self.layer)
+        return self.inner or MethodType(type(self.layer).forward, self.layer)
 
     @torch.compiler.disable(reason="a layer that is recomputed must not be compiled")  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -137,8 +140,8 @@ class RecomputedForward:
     def traced(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer's class returns, within one graph of a compiler, which then parts it into two runs.
 
-        What is seen to at each call elsewhere holds of a graph: its two parts are of one forward, and what is kept
-        cannot be changed in it.
+        Only where something is kept. What is seen to at each call elsewhere holds of a graph: its two parts are of one
+        forward, and what is kept cannot be changed in it.
         """
         layer = self.layer
 
@@ -147,8 +150,7 @@ class RecomputedForward:
 
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        if self.keeping is None:
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        assert self.keeping is not None
         contexts = partial(traced_contexts, self.keeping)
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 

@@ -206,6 +206,7 @@ def _expand(z: Tensor, factors_b: Sequence[Tensor]) -> list[Tensor]:
 def expand_backward_fake(
     _: Sequence[Tensor], z: Tensor, factors_b: Sequence[Tensor], needed: Sequence[bool], *__: Any
 ) -> tuple[Tensor, list[Tensor]]:
+    """Return empty gradients of what projections read, and of their weights; none of those that are not needed."""
     is_z_needed, *are_factors_needed = needed
     grads_b = [
         z.new_empty(factor.shape) if is_needed else z.new_empty(0)

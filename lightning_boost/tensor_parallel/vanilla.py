@@ -31,8 +31,9 @@ from typing_extensions import override
 from lightning_boost.collectives import Label, Pass, all_gather, group_index, group_size, start_all_reduce
 from lightning_boost.mesh import shard_bounds
 from lightning_boost.model.crossing import LayerLatents
-from lightning_boost.tensor_parallel.bottleneck import FactorPair, GroupMember, activate, hand_out
-from lightning_boost.tensor_parallel.library import gemm_dtype, gemm_flops, operator
+from lightning_boost.tensor_parallel.bottleneck import FactorPair, activate
+from lightning_boost.tensor_parallel.handing_out import GroupMember, hand_out
+from lightning_boost.tensor_parallel.library import apply, gemm_dtype, gemm_flops, operator
 from lightning_boost.tensor_parallel.local_parameter import local, local_size
 from lightning_boost.tensor_parallel.ops import ProjectReduce
 from lightning_boost.tensor_parallel.whole_norm import whole_norm
@@ -277,7 +278,7 @@ def own_bottleneck(pair: FactorPair) -> int:
 def into_bottleneck(x: Tensor, factors_a: Sequence[Tensor], group: str, chunk: str) -> Tensor:
     """Map a whole ``[…, in]`` to this process's latents of every projection, side by side: ``[N, ΣR_i/tp]``."""
     dtype = gemm_dtype(factors_a[0])
-    z: Tensor = ProjectWhole.apply(x.flatten(0, -2).to(dtype), group, chunk, *(each.to(dtype) for each in factors_a))
+    z: Tensor = apply(ProjectWhole, x.flatten(0, -2).to(dtype), group, chunk, *(each.to(dtype) for each in factors_a))
     return z
 
 
