@@ -72,7 +72,7 @@ def apply(function: type[Function], *args: Any) -> Any:
     has_gradient = torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in args)
     if torch.compiler.is_compiling() and not has_gradient:
         return function.forward(_NoContext(), *args)
-    return function.apply(*args)  # type: ignore[no-untyped-call]
+    return function.apply(*args)
 
 
 def gemm_flops(rows: int, *weights: Sequence[int]) -> int:

@@ -60,7 +60,8 @@ def _places(factors_b: Sequence[Tensor], num_shares: Sequence[int], size: int, i
 
 def _widest(factors_b: Sequence[Tensor], num_shares: Sequence[int], size: int) -> int:
     """Return the features of process 0, which has the most; what is behind those of another is sent and not read."""
-    return _places(factors_b, num_shares, size, 0)[-1][1].stop
+    width: int = _places(factors_b, num_shares, size, 0)[-1][1].stop
+    return width
 
 
 def _scattered_flops(rows: int, factors_b: Sequence[Sequence[int]], num_shares: Sequence[int], size: int) -> int:

@@ -267,15 +267,14 @@ def _fit(compiles, folder, after=None, *, epochs=1, callbacks=()):
 
 
 def _resumed(folder):
-    """Return the weights after two epochs: uncompiled, and compiled in either of them, or in both with callbacks."""
+    """Compare the weights after two epochs with those where one of the two is compiled, the second with callbacks."""
     plain, _ = _fit(False, folder)
     _, first_graphs = _fit(True, folder)
     watching = [OnlineRMSNormVerifier(every_n_steps=2), RunSummary(sample_tokens=0)]
     found = [
         _fit(False, folder, folder / "False-1", epochs=2),
-        _fit(True, folder, folder / "False-1", epochs=2),
+        _fit(True, folder, folder / "False-1", epochs=2, callbacks=watching),
         _fit(False, folder, folder / "True-1", epochs=2),
-        _fit(True, folder, folder / "True-1", epochs=2, callbacks=watching),
     ]
     expected, *others = (weights for weights, _ in found)
     assert list(plain) == list(expected)
@@ -285,7 +284,5 @@ def _resumed(folder):
 
 def test_runs_go_on_from_one_another_compiled_or_not(tmp_path):
     for unequal, first_graphs, graphs in run_processes(_resumed, 2, tmp_path):
-        assert unequal == [[], [], []]
-        assert first_graphs > 0
-        assert graphs[0] == graphs[2] == 0
-        assert min(graphs[1], graphs[3]) > 0
+        assert unequal == [[], []]
+        assert min(first_graphs, graphs[1]) > graphs[0] == graphs[2] == 0
