@@ -38,13 +38,18 @@ def compile_layers(decoder: Decoder) -> None:
         decoder: The model, its layers already swapped for their parallel twins and recomputed where they are to be.
     """
     for layer in decoder.layers.values():
-        recomputed: RecomputedForward | None = vars(layer).get("forward")
-        if recomputed is not None and recomputed.keeping is None:
-            # two runs of a whole graph: no graph could have its collectives twice
-            recomputed.inner = CompiledForward(layer, None)
-        else:
-            # as recompute does: a derived class would be another type, with another name and pickled otherwise
-            vars(layer)["forward"] = CompiledForward(layer, recomputed)
+        compile_layer(layer)
+
+
+def compile_layer(layer: nn.Module) -> None:
+    """Compile one layer, as ``compile_layers`` does."""
+    recomputed: RecomputedForward | None = vars(layer).get("forward")
+    if recomputed is not None and recomputed.keeping is None:
+        # two runs of a whole graph: no graph could have its collectives twice
+        recomputed.inner = CompiledForward(layer, None)
+    else:
+        # as recompute does: a derived class would be another type, with another name and pickled otherwise
+        vars(layer)["forward"] = CompiledForward(layer, recomputed)
 
 
 def check_to_compile(decoder: Decoder) -> None:

@@ -89,6 +89,15 @@ def _project(
     return results
 
 
+@operator(
+    "project_back(Tensor u, Tensor[] factors_a) -> Tensor",
+    fake=lambda u, factors_a: u.new_empty(u.shape[0], factors_a[0].shape[1]),
+    flops=lambda u, factors_a: gemm_flops(u[0], *factors_a),
+)
+def _project_back(u: Tensor, factors_a: Sequence[Tensor]) -> Tensor:
+    return torch.mm(u, torch.cat(list(factors_a)))
+
+
 class NormProjectReduce(torch.autograd.Function):
     """Compute ``σ(z)``, ``z = ρ · Σ A(γ x)``, ``ρ = (Σ x²/D + eps)^-½``: online RMSNorm, grouped A, one all-reduce.
 
@@ -145,10 +154,10 @@ class NormProjectReduce(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``x``, ``gamma`` and the factors."""
         x, gamma, z, rho, *factors_a = ctx.saved_tensors
-        factor_a = torch.cat(factors_a)
         is_factor_needed = any(ctx.needs_input_grad[-len(factors_a) :])
         u, c = operators.norm_latent_backward(grad, z, rho, ctx.hidden_size, ctx.activation)
-        t = torch.mm(u, factor_a)
+        # a compiler would put the factors together in forward, and keep that
+        t = _project_back(u, factors_a) if torch.compiler.is_compiling() else torch.mm(u, torch.cat(factors_a))
         grad_x, grad_gamma, scaled = operators.norm_input_backward(x, gamma, t, c, is_factor_needed)
         grads_a: Sequence[Tensor | None] = [None] * len(factors_a)
         if is_factor_needed:

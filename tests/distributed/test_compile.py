@@ -60,6 +60,7 @@ def _arguments(group, dtype):
     return {
         "norm_project_reduce": [norm],
         "norm_project_reduce_activate": [(*norm, "silu")],
+        "project_back": [(z, [new(3, 8), new(2, 8)])],
         "project_reduce": [(x, new(3, 8), group, "o")],
         "expand": [(z, factors_b), (new(6, 9)[:, :5], factors_b)],
         "expand_backward": [
@@ -124,11 +125,12 @@ def test_operators_say_what_they_give(dtype):
 
 
 def _run(layers, hidden, rotary):
-    """Return gradients and output, what is kept of each row for backward, and collectives."""
-    kept = Counter()
+    """Return gradients and output, what is kept for backward beside parameters, and collectives."""
+    kept, shares = Counter(), [getattr(weight, "_local_tensor", weight) for weight in layers.parameters()]
+    addresses = {share.untyped_storage().data_ptr() for share in shares}
 
     def keep(tensor):
-        kept[tuple(tensor.shape)] += tensor.shape[:1] in ((ROWS,), (ROWS * TOKENS,))
+        kept[tuple(tensor.shape)] += tensor.untyped_storage().data_ptr() not in addresses
         return tensor
 
     torch.manual_seed(1)
@@ -170,12 +172,15 @@ LATENTS = {(24, 45): 1, (24, 30): 1, (24, 15): 2, (24, 1): 2}
 
 INPUT = {(ROWS, TOKENS, 32): 1}
 
+BESIDE = {(TOKENS, 8): 2, tuple(torch.get_rng_state().shape): 1}
+"""The rotary tables, and the random state in front of attention, which may draw."""
+
 
 def test_layers_are_one_graph_that_keeps_what_it_is_told():
     for none, low_rank, block in run_processes(_compared, 2, small_config(), 2, [NONE, LOW_RANK, BLOCK]):
         assert (none[0], low_rank[0], block[0]) == ([], [], [])
         assert (none[1], low_rank[1], block[1]) == (1, 1, 1)
-        assert low_rank[2] == {shape: 2 * number for shape, number in (LATENTS | INPUT).items()}
+        assert low_rank[2] == {shape: 2 * number for shape, number in (LATENTS | INPUT | BESIDE).items()}
         assert block[2] == {shape: 2 * number for shape, number in INPUT.items()}
         assert none[3] == none[4] == low_rank[3] == low_rank[4]
         assert block[3] == block[4] != none[3]
