@@ -81,8 +81,8 @@ def _refuse_gradient_checkpointing(layer: nn.Module) -> None:
 def _refuse_compiled(module: nn.Module, name: str) -> None:
     if module._compiled_call_impl is not None:
         raise ValueError(
-            f"{name} must not be compiled with recompute by its own compile(), which does not see through that. Leave it"
-            " out and set compile=True of the strategy, or set recompute to 'none'."
+            f"{name} must not be compiled with recompute by its own compile(), which does not see through that. Leave"
+            " it out and set compile=True of the strategy, or set recompute to 'none'."
         )
 
 

@@ -22,7 +22,7 @@ from lightning_boost.mesh import TENSOR_AXIS, ParallelSizes, build_mesh
 from lightning_boost.model.rotary import rotary_tables
 from lightning_boost.parity import check_parity
 from lightning_boost.recompute import RecomputeOptions
-from tests.models import small_config, whole
+from tests.models import relative_error, small_config, whole
 from tests.processes import run_processes
 from tests.recomputed import BLOCK, LOW_RANK, SHAPES, WITH_ATTENTION, recomputed_model
 from tests.users_module import loader, trainer_for
@@ -162,7 +162,9 @@ def _compared(config, size, kinds, scheme="auto"):
         compilation.BACKEND = CompileCounterWithBackend("aot_eager")
         compile_layers(Decoder(model, LLAMA))
         compiled, kept, compiled_counts = _run(model.model.layers, hidden, rotary)
-        unequal = [name for name, tensor in exact.items() if not torch.equal(tensor, compiled[name])]
+        # vanilla's norm goes backward by operations that a compiler takes apart, and rounds in other places
+        allowed = 1e-6 if scheme == "vanilla" else 0.0
+        unequal = [name for name, tensor in exact.items() if not relative_error(compiled[name], tensor) <= allowed]
         found.append((unequal, compilation.BACKEND.frame_count, kept, counts, compiled_counts))
     return found
 
@@ -209,7 +211,7 @@ def test_layers_are_one_graph_that_keeps_what_it_is_told():
 def test_shapes_and_schemes_give_equal_gradients(shape, size, kind, scheme):
     shapes = SHAPES | {"lax": {"low_rank": {"kind": "lax"}}}
     for ((unequal, _, _, counts, compiled_counts),) in run_processes(
-        _compared, size, small_config(**shapes[shape]), size, [kind], scheme
+        _compared, size, small_config(**shapes[shape]), size, [kind], scheme, timeout=400.0
     ):
         assert unequal == []
         assert counts == compiled_counts
