@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_boost import BoostParallelStrategy, LowRankLanguageModel, compilation
+from lightning_boost.callbacks.communication_profiler import CommunicationProfiler
 from lightning_boost.callbacks.online_rms_norm_verifier import OnlineRMSNormVerifier
 from lightning_boost.callbacks.run_summary import RunSummary
 from lightning_boost.collectives import count_collectives, register_group
@@ -277,7 +278,7 @@ def _resumed(folder):
     """Compare the weights after two epochs with those where one of the two is compiled, the second with callbacks."""
     plain, _ = _fit(False, folder)
     _, first_graphs = _fit(True, folder)
-    watching = [OnlineRMSNormVerifier(every_n_steps=2), RunSummary(sample_tokens=0)]
+    watching = [OnlineRMSNormVerifier(every_n_steps=2), RunSummary(sample_tokens=0), CommunicationProfiler()]
     found = [
         _fit(False, folder, folder / "False-1", epochs=2),
         _fit(True, folder, folder / "False-1", epochs=2, callbacks=watching),
