@@ -22,6 +22,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _groups: dict[str, ProcessGroup] = {}
+_places: dict[str, tuple[int, int]] = {}
+"""Of each group this process's position and the number of processes, as numbers that a compiler takes as they are."""
 
 
 class Label(NamedTuple):
@@ -160,17 +162,18 @@ def count_collectives(log: CollectiveLog | None = None) -> Iterator[CollectiveLo
 def register_group(group: ProcessGroup) -> str:
     """Make a process group known here and return the name that the operators take."""
     _groups[group.group_name] = group
+    _places[group.group_name] = dist.get_rank(group), dist.get_world_size(group)
     return group.group_name
 
 
 def group_size(group: str) -> int:
     """Return the number of processes of a registered group."""
-    return dist.get_world_size(_groups[group])
+    return _places[group][1]
 
 
 def group_index(group: str) -> int:
     """Return this process's position in a registered group."""
-    return dist.get_rank(_groups[group])
+    return _places[group][0]
 
 
 def all_reduce(tensor: Tensor, group: str, label: Label) -> None:

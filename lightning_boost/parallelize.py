@@ -1,4 +1,4 @@
-"""What happens to a model, in order: tensor → recompute → pipeline → compile → data."""
+"""What happens to a model, in order: tensor → recompute → pipeline → data; its layers may be compiled behind it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

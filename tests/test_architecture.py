@@ -28,7 +28,7 @@ FLOORS = (
         "gradients",
         "optimization",
     },
-    {"parallelize", "checkpoint", "planning", "communication_trace"},
+    {"parallelize", "compilation", "checkpoint", "planning", "communication_trace"},
     {"strategy", "callbacks", "language_model", "data_module"},
     {"parity", "benchmark", "checkpoint_tools"},
     {"commands"},

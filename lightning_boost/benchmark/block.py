@@ -1,4 +1,4 @@
-"""``benchmark block``, ``grouping`` and ``peers``: one decoder block in several ways."""
+"""``benchmark block``, ``grouping``, ``peers`` and ``compile``: one decoder block in several ways."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,6 +24,7 @@ from lightning_boost.benchmark.report import Report, compare
 from lightning_boost.benchmark.setup import Setup
 from lightning_boost.benchmark.timing import Timings, time_interleaved
 from lightning_boost.communication_trace import CommunicationTrace, Event
+from lightning_boost.compilation import compile_layer
 from lightning_boost.mesh import TENSOR_AXIS, ParallelSizes, build_mesh
 from lightning_boost.model.initialization import initialize
 
@@ -56,6 +57,11 @@ def measure_grouping(setup: Setup) -> Report | None:
     pairs = [("ungrouped", "grouped"), ("ungrouped, forward", "grouped, forward")]
     default, grouped = BLOCK_FORWARD_MICROSECONDS[4]
     return _measure(grouping_steps, pairs, {pairs[1]: default / grouped}, setup)
+
+
+def measure_compile(setup: Setup) -> Report | None:
+    """Time the block as it is and compiled; it compiles before time is taken."""
+    return _measure(compile_steps, [("as it is", "compiled"), ("as it is, forward", "compiled, forward")], {}, setup)
 
 
 def _measure(
@@ -138,5 +144,13 @@ def grouping_steps(sizes: BlockSizes, device: torch.device) -> Steps:
         "ungrouped": _block(sizes, Candidate("bottleneck_ungrouped"), device),
         "grouped": _block(sizes, SCHEMES["bottleneck"], device),
     }
+    steps: Steps = {name: block.step for name, block in blocks.items()}
+    return steps | {f"{name}, forward": block.forward for name, block in blocks.items()}
+
+
+def compile_steps(sizes: BlockSizes, device: torch.device) -> Steps:
+    """Return the block as it is and compiled, in both passes and forward alone."""
+    blocks = {name: _block(sizes, SCHEMES["bottleneck"], device) for name in ("as it is", "compiled")}
+    compile_layer(blocks["compiled"].module)
     steps: Steps = {name: block.step for name, block in blocks.items()}
     return steps | {f"{name}, forward": block.forward for name, block in blocks.items()}

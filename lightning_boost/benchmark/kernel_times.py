@@ -1,6 +1,7 @@
 """Times of kernels and of a block on one GPU, interleaved, by the GPU's own clock."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from lightning_boost.benchmark.blocks import Candidate, make_block
 from lightning_boost.benchmark.counts import processes_that_do_nothing
 from lightning_boost.benchmark.element_wise import moved_bytes
 from lightning_boost.benchmark.timing import Quartiles
+from lightning_boost.compilation import compile_layer
 from lightning_boost.config import LlamaConfig
 from lightning_boost.kernels.cases import Sizes, cases
 from lightning_boost.kernels.dispatch import plain_kernels
@@ -112,29 +114,29 @@ def time_block(
     """
     shape, device = (num_tokens // sequence_length, sequence_length), torch.device("cuda")
     with processes_that_do_nothing(tensor_parallel_size):
-        made = {
+        low_rank, dense = Candidate("bottleneck"), Candidate("full_rank", "full_rank")
+        blocks = {
             name: make_block(config, candidate, shape, torch.bfloat16, device)
             for name, candidate in {
-                "bottleneck": Candidate("bottleneck"),
-                "compiled": Candidate("bottleneck"),
-                "full_rank": Candidate("full_rank", "full_rank"),
+                "fused": low_rank,
+                "plain": low_rank,
+                "fused, compiled": low_rank,
+                "plain, compiled": low_rank,
+                "full_rank": dense,
             }.items()
         }
-        made["compiled"].module.compile()
 
-        def plain(name: str) -> Callable[[], None]:
+        def step(name: str) -> Callable[[], None]:
             def run() -> None:
-                with plain_kernels():
-                    made[name].step()
+                with plain_kernels() if name.startswith("plain") else nullcontext():
+                    blocks[name].step()
 
             return run
 
-        candidates = {
-            "fused": made["bottleneck"].step,
-            "plain": plain("bottleneck"),
-            "compiled": made["compiled"].step,
-            "full_rank": made["full_rank"].step,
-        }
+        for name, block in blocks.items():
+            if name.endswith("compiled"):
+                compile_layer(block.module)
+        candidates = {name: step(name) for name in blocks}
         times = time_on_gpu(candidates, repetitions)
     return BlockTimes({name: 1e3 * Quartiles.of(each).median for name, each in times.items()})
 

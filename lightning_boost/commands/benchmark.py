@@ -7,7 +7,7 @@ do not. Close other programs first; where wall and CPU ratios disagree, the mach
 import json as json_format
 from collections.abc import Callable
 
-from lightning_boost.benchmark.block import measure_block, measure_grouping, measure_peers
+from lightning_boost.benchmark.block import measure_block, measure_compile, measure_grouping, measure_peers
 from lightning_boost.benchmark.blocks import BlockSizes
 from lightning_boost.benchmark.charts import check_output, table_of, write_report
 from lightning_boost.benchmark.communication import measure_communication
@@ -201,6 +201,7 @@ BENCHMARKS: dict[str, Command] = {
     ),
     "block": _timed("block", measure_block, "Time a decoder block, forward and backward, under every scheme."),
     "grouping": _timed("grouping", measure_grouping, "Time a decoder block with and without grouped projections."),
+    "compile": _timed("compile", measure_compile, "Time a decoder block as it is, and compiled."),
     "peers": _timed(
         "peers", measure_peers, "Time a decoder block beside the same one under torch's own tensor parallelism."
     ),

@@ -53,7 +53,7 @@ class Attention(nn.Module):
         grouped = query.shape[1] != key.shape[1]
         dropout = self.dropout if self.training else 0.0
         # a last token sees all there are
-        is_causal = mask is None and query.shape[2] == key.shape[2]
+        is_causal = mask is None and (cache is None or query.shape[2] == key.shape[2])
         attended = scaled_dot_product_attention(
             query, key, value, mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=grouped
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +65,18 @@ class _Apart(TorchDispatchMode):
             return self.others.__torch_dispatch__(func, types, args, kwargs)
         with self:
             return APART[func](*args, **(kwargs or {}))
+
+
+def traced_contexts(keeping: Keeping) -> Contexts:
+    """Return what tells a compiler what to keep of a block."""
+    contexts: Contexts = create_selective_checkpoint_contexts(partial(_mark, keeping))
+    return contexts
+
+
+def _mark(keeping: Keeping, _: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Mark what a compiler keeps of a block; in its graph nothing is changed in place."""
+    is_kept = keeping.keeps(operator, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Policy:

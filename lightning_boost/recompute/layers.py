@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -12,11 +13,11 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from lightning_boost.layout import Decoder
-from lightning_boost.recompute.kept import Keeping, latent_weights
+from lightning_boost.recompute.kept import Keeping, latent_weights, traced_contexts
 from lightning_boost.recompute.options import RecomputeOptions
 from lightning_boost.recompute.runs import Runs
 
-_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past", "kv_cache")
+CACHES = ("cache", "past_key_values", "past_key_value", "layer_past", "kv_cache")
 """Names under which layers are given keys and values that they extend."""
 
 
@@ -80,8 +81,8 @@ def _refuse_gradient_checkpointing(layer: nn.Module) -> None:
 def _refuse_compiled(module: nn.Module, name: str) -> None:
     if module._compiled_call_impl is not None:
         raise ValueError(
-            f"{name} must not be compiled with recompute, which torch.compile does not see through. Leave out"
-            " compile(), or set recompute to 'none'."
+            f"{name} must not be compiled with recompute by its own compile(), which does not see through that. Leave"
+            " it out and set compile=True of the strategy, or set recompute to 'none'."
         )
 
 
@@ -99,6 +100,9 @@ class RecomputedForward:
     def __init__(self, layer: nn.Module, keeping: Keeping | None) -> None:
         self.layer = layer
         self.keeping = keeping
+        self.inner: Callable[..., Any] | None = None
+        """What runs in the place of the class's ``forward``: the same, compiled."""
+
         self._names = list(inspect.signature(layer.forward).parameters)
 
     @property
@@ -107,7 +111,7 @@ class RecomputedForward:
         return inspect.signature(self._plain())
 
     def _plain(self) -> Callable[..., Any]:
-        return MethodType(type(self.layer).forward, self.layer)
+        return self.inner or MethodType(type(self.layer).forward, self.layer)
 
     @torch.compiler.disable(reason="a layer that is recomputed must not be compiled")  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +121,7 @@ class RecomputedForward:
         if layer.training:
             _refuse_gradient_checkpointing(layer)
         given = dict(zip(self._names, args, strict=False)) | kwargs
-        has_cache = any(given.get(name) is not None for name in _CACHES)
+        has_cache = any(given.get(name) is not None for name in CACHES)
         if has_cache or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         runs = Runs(layer, may_repeat=self.keeping is None)
@@ -132,6 +136,23 @@ class RecomputedForward:
         with set_checkpoint_early_stop(True):
             # by position: checkpoint looks there for the devices whose random numbers it keeps
             return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+
+    def traced(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the layer's class returns, within one graph of a compiler, which then parts it into two runs.
+
+        Only where something is kept. What is seen to at each call elsewhere holds of a graph: its two parts are of one
+        forward, and what is kept cannot be changed in it.
+        """
+        layer = self.layer
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return type(layer).forward(layer, *args, **kwargs)
+
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        assert self.keeping is not None
+        contexts = partial(traced_contexts, self.keeping)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 @contextmanager
@@ -149,7 +170,7 @@ def _make_no_cache(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """Before a Hugging Face decoder: training makes a cache by default, which nobody reads."""
     parameters = inspect.signature(model.forward).parameters
     given = dict(zip(parameters, args, strict=False)) | kwargs
-    is_asked = any(given.get(name) is not None for name in ("use_cache", *_CACHES))
+    is_asked = any(given.get(name) is not None for name in ("use_cache", *CACHES))
     if torch.is_grad_enabled() and "use_cache" in parameters and not is_asked:
         kwargs = kwargs | {"use_cache": False}
     return args, kwargs

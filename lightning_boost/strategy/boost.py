@@ -81,6 +81,7 @@ class BoostParallelStrategy(ResumableStrategy):
             of them, which backward gathers again.
         kernels: ``"auto"``: fused ones in Triton on GPUs; ``"reference"``: torch's own operations; ``"triton"``: fused
             ones anywhere; or the names of those that may be fused (docs/how_it_works/kernels.md).
+        compile: Whether each layer is compiled, in place; names stay (docs/how_it_works/compile.md).
         save_in_background: Whether training goes on while a checkpoint is written, from copies of all states.
         layout: Names of the decoder's parts, where they are not LLaMA's.
         process_group_backend: ``None``: NCCL on GPUs, gloo on the CPU.
@@ -112,6 +113,7 @@ class BoostParallelStrategy(ResumableStrategy):
         keep_attention: bool = False,
         store_latents: LatentStore = "whole",
         kernels: KernelMode | Sequence[str] = "auto",
+        compile: bool = False,
         save_in_background: bool = False,
         layout: DecoderLayout | None = None,
         process_group_backend: str | None = None,
@@ -131,6 +133,7 @@ class BoostParallelStrategy(ResumableStrategy):
                 layers_per_stage=layers_per_stage,
             ),
             scheme=scheme,
+            compiles=compile,
             recompute=RecomputeOptions(
                 kind=recompute, every=recompute_every, keep_attention=keep_attention, store_latents=store_latents
             ),

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_boost.compilation import check_to_compile
 from lightning_boost.data_parallel import DataAxis
 from lightning_boost.layout import Decoder
 from lightning_boost.mesh import AutoSize, ParallelSizes
@@ -34,6 +35,7 @@ class RequestedSizes:
     pipeline: PipelineOptions
     recompute: RecomputeOptions
     scheme: SchemeName = "auto"
+    compiles: bool = False
 
     def __post_init__(self) -> None:
         ParallelSizes(**self._given())
@@ -42,6 +44,13 @@ class RequestedSizes:
         if self.scheme not in ("auto", *SCHEMES):
             names = ", ".join(map(repr, ("auto", *SCHEMES)))
             raise ValueError(f"scheme ({self.scheme!r}) must be one of {names}.")
+        if not isinstance(self.compiles, bool):
+            raise ValueError(f"compile ({self.compiles!r}) must be True or False.")
+        if self.compiles and self.recompute.store_latents == "sharded":
+            raise ValueError(
+                "store_latents ('sharded') must be 'whole' where compile is True: a graph's latents are gathered by"
+                " nobody. Set compile to False to keep a share of them."
+            )
         self.pipeline.check(self.pipeline_parallel_size)
         if self.pipeline_parallel_size == 1 and self.pipeline != PipelineOptions():
             rank_zero_warn(
@@ -127,6 +136,7 @@ class RequestedSizes:
         for name, value in vars(self.recompute).items():
             option = {"kind": "recompute", "every": "recompute_every"}.get(name, name)
             there[option] = getattr(before.recompute, name), value
+        there["compile"] = before.compiles, self.compiles
         for name, (value, wanted) in there.items():
             if wanted != value:
                 raise ValueError(
@@ -167,6 +177,8 @@ class RequestedSizes:
             scheme_for(decoder, self.scheme).check(decoder)
         if pipeline > 1:
             check_pipeline(decoder, pipeline, self.pipeline)
+        if self.compiles:
+            self._check_to_compile(decoder, tensor)
         if self.recompute.kind != "none":
             check_layers(decoder)
             if self.recompute.store_latents == "sharded" and tensor == 1:
@@ -175,6 +187,15 @@ class RequestedSizes:
                     " others' shares: latents are kept whole."
                 )
         return sizes
+
+    def _check_to_compile(self, decoder: Decoder, tensor: int) -> None:
+        check_to_compile(decoder)
+        begins, _ = scheme_for(decoder, self.scheme).split_region(decoder) if tensor > 1 else ([], [])
+        if any(name.startswith(f"{layer}.") for name in begins for layer in decoder.layers):
+            raise ValueError(
+                f"compile (True) must be False with scheme {self.scheme!r} on a tensor axis, where random streams"
+                " change inside a layer. Set compile to False, or take scheme 'bottleneck'."
+            )
 
 
 def _nodes_of_a_stage(data: int, tensor: int, num_processes: int) -> int:

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torchmetrics import Metric
 
+from lightning_boost.compilation import compile_layers
 from lightning_boost.layout import Decoder, DecoderLayout, find_decoder
 from lightning_boost.mesh import DATA_AXIS, ParallelSizes
 from lightning_boost.parallelize import parallelize, process_0s
@@ -77,6 +78,9 @@ def spread_over_mesh(
     decoder.root.__dict__[_SPREAD] = Spread(decoder, sizes, requested)
     if before is not None:
         check_probe(before.to(device), probe(decoder.root, vocab_size), decoder.root)
+    if requested.compiles:
+        # behind the probe, which a layer's own errors are to come through
+        compile_layers(decoder)
 
 
 def let_metrics_sum_over_replicas(module: Module, mesh: DeviceMesh) -> None:

@@ -31,12 +31,10 @@ from lightning_boost.model.factor_pair import activation_name, factor_names, fin
 from lightning_boost.model.low_rank import CrossingLinear
 from lightning_boost.tensor_parallel.dense import Rows, SplitReader, num_rows, own_rows
 from lightning_boost.tensor_parallel.gathered_norm import NormGather
-from lightning_boost.tensor_parallel.library import gemm_dtype
+from lightning_boost.tensor_parallel.handing_out import GroupMember, hand_out
+from lightning_boost.tensor_parallel.library import apply, gemm_dtype
 from lightning_boost.tensor_parallel.local_parameter import local, local_size
 from lightning_boost.tensor_parallel.ops import Expand, NormProjectReduce, ProjectReduce
-
-_PARTS = "_lightning_boost_parts"
-"""Of a group's outputs: whose they are, and the part of each member."""
 
 
 class FactorPair(nn.Module):
@@ -61,15 +59,19 @@ class FactorPair(nn.Module):
         self.latent_name = pair.name if isinstance(pair, CrossingLinear) else None
         """By which its latent crosses from layer to layer, if it does."""
 
-    @property
-    def bottleneck_size(self) -> int:
-        """``R``, never split."""
-        return self.get_parameter(self.names.factor_a).shape[1 - self.names.in_dim]
+        self.bottleneck_size = self.get_parameter(names.factor_a).shape[1 - names.in_dim]
+        """``R`` of the whole group."""
+
+    def factor(self, name: str) -> Tensor:
+        """Return a factor as it stands there: in a compiler's graph it is this process's share, and no parameter."""
+        owner, _, leaf = name.rpartition(".")
+        factor: Tensor = getattr(self.get_submodule(owner), leaf)
+        return factor
 
     @property
     def local_width(self) -> int:
         """This process's output features."""
-        return num_rows(self.get_parameter(self.names.factor_b), self.rows, self.names.out_dim)
+        return num_rows(self.factor(self.names.factor_b), self.rows, self.names.out_dim)
 
     def upright(self, factor: Tensor) -> Tensor:
         """Return a factor as a linear keeps it, ``[R, in]`` or ``[out, R]``."""
@@ -77,11 +79,11 @@ class FactorPair(nn.Module):
 
     def local_a(self) -> Tensor:
         """Return this process's share of ``A``, ``[R, in/tp]``."""
-        return self.upright(local(self.get_parameter(self.names.factor_a)))
+        return self.upright(local(self.factor(self.names.factor_a)))
 
     def local_b(self, group: str, chunk: str) -> Tensor:
         """Return this process's share of ``B``, ``[out/tp, R]``."""
-        share = self.upright(local(self.get_parameter(self.names.factor_b)))
+        share = self.upright(local(self.factor(self.names.factor_b)))
         return own_rows(share, self.rows, group, chunk)
 
     def output_bias(self) -> Tensor | None:
@@ -109,60 +111,6 @@ class DenseLayer(nn.Module):
     def local_width(self) -> int:
         """This process's output features."""
         return num_rows(self.weight, self.rows)
-
-
-class GroupMember(nn.Module):
-    """In the place of a projection of a group: takes its own part of the group's outputs.
-
-    The list of all members is kept hidden from torch: each owns its parameters in its own place.
-    """
-
-    index: int
-
-    def join(self, members: list["GroupMember"]) -> None:
-        """Become the next of ``members``."""
-        self.index = len(members)
-        self.__dict__["members"] = members
-        members.append(self)
-
-    @override
-    def forward(self, outputs: Tensor) -> Tensor:
-        """Take ``[…, w_i]`` out of ``[…, w]``."""
-        if not self.is_given(outputs):
-            raise RuntimeError(
-                "a projection must read its norm's output as it is, and got something else: the model's forward does"
-                " more between the two than the layout says. Describe its parts with a DecoderLayout, or set"
-                " tensor_parallel_size to 1."
-            )
-        _, parts = getattr(outputs, _PARTS)
-        part: Tensor = parts[self.index]
-        return part
-
-    def is_given(self, outputs: Tensor) -> bool:
-        """Tell whether ``outputs`` are the group's, as they were handed out."""
-        owner, _ = getattr(outputs, _PARTS, (None, []))
-        return bool(owner == id(self.__dict__["members"]))
-
-
-def hand_out(
-    parts: Sequence[Tensor], shape: Sequence[int], members: list[GroupMember], hidden: Tensor | None = None
-) -> Tensor:
-    """Return a tensor from which each member of a group takes its part, and by which it knows that it may.
-
-    Args:
-        parts: Of the members, in order: ``[N, w_i]``.
-        shape: The dims that rows stand for.
-        members: Of the group.
-        hidden: The norm's own output ``[N, D]``, if it is at hand: what else reads it finds it.
-
-    Returns:
-        ``hidden``, ``[…, D]``, or the first part, ``[…, w_1]``, with all of them behind it.
-    """
-    # a view of its own: what a tensor keeps as an attribute must not keep the tensor, or neither would be freed
-    first = parts[0] if hidden is None else hidden
-    outputs = first.view(*shape, first.shape[-1])
-    setattr(outputs, _PARTS, (id(members), [part.view(*shape, part.shape[-1]) for part in parts]))
-    return outputs
 
 
 class LowRankMember(GroupMember, FactorPair):
@@ -256,7 +204,8 @@ class NormalizedProjections(nn.Module):
         shares = [member.local_a() for member in self.low_rank_members]
         dtype = gemm_dtype(shares[0])
         z: Tensor
-        z, _ = NormProjectReduce.apply(
+        z, _ = apply(
+            NormProjectReduce,
             rows,
             local(self.weight),
             self.eps,
@@ -394,7 +343,7 @@ def common_activation(pairs: Sequence[FactorPair]) -> str | None:
 def expand(z: Tensor, pairs: Sequence[FactorPair], group: str, chunk: str) -> list[Tensor]:
     """Map latents ``[N, R]`` to this process's outputs of every pair, ``[N, w_i]``, biases added."""
     factors_b = [pair.local_b(group, chunk).to(z.dtype) for pair in pairs]
-    outputs: Sequence[Tensor] = Expand.apply(z, group, chunk, *factors_b)
+    outputs: Sequence[Tensor] = apply(Expand, z, group, chunk, *factors_b)
     return [add_bias(y, pair.output_bias(), pair.rows, group, chunk) for y, pair in zip(outputs, pairs, strict=True)]
 
 

@@ -12,13 +12,13 @@ from lightning_boost.tensor_parallel.bottleneck import (
     BottleneckParallelLinear,
     DenseMember,
     FeatureShardedEmbedding,
-    GroupMember,
     LowRankMember,
     NormalizedProjections,
 )
 from lightning_boost.tensor_parallel.check import norm_eps
 from lightning_boost.tensor_parallel.dense import RowParallelLinear
 from lightning_boost.tensor_parallel.gathered_norm import GatheredNorm
+from lightning_boost.tensor_parallel.handing_out import GroupMember
 from lightning_boost.tensor_parallel.placement import (
     OUTPUT_FEATURES,
     WHOLE,

@@ -20,14 +20,21 @@ Rows = tuple[int, int]
 """Where the rows start and stop that this process reads of a replicated weight."""
 
 
-@operator("sum_over_group(Tensor x, str group, str chunk, str pass_) -> Tensor", is_replicated=True)
+@operator(
+    "sum_over_group(Tensor x, str group, str chunk, str pass_) -> Tensor",
+    fake=lambda x, *_: x.new_empty(x.shape),
+    is_replicated=True,
+)
 def _sum_over_group(x: Tensor, group: str, chunk: str, pass_: Pass) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     all_reduce(total, group, Label(chunk, pass_))
     return total
 
 
-@operator("average_over_group(Tensor x, str group, str chunk) -> Tensor")
+@operator(
+    "average_over_group(Tensor x, str group, str chunk) -> Tensor",
+    fake=lambda x, *_: x.new_empty(x.shape),
+)
 def _average_over_group(x: Tensor, group: str, chunk: str) -> Tensor:
     # divided before it is summed, which is the copy that summing in place needs
     average = (x / group_size(group)).contiguous()
@@ -35,13 +42,19 @@ def _average_over_group(x: Tensor, group: str, chunk: str) -> Tensor:
     return average
 
 
-@operator("gather_features(Tensor x, str group, str chunk, str pass_) -> Tensor")
+@operator(
+    "gather_features(Tensor x, str group, str chunk, str pass_) -> Tensor",
+    fake=lambda x, group, *_: x.new_empty(*x.shape[:-1], group_size(group) * x.shape[-1]),
+)
 def _gather_features(x: Tensor, group: str, chunk: str, pass_: Pass) -> Tensor:
     gathered = all_gather(x.contiguous(), group, Label(chunk, pass_))
     return gathered.movedim(0, -2).flatten(-2)
 
 
-@operator("scatter_features(Tensor x, str group, str chunk, str pass_) -> Tensor")
+@operator(
+    "scatter_features(Tensor x, str group, str chunk, str pass_) -> Tensor",
+    fake=lambda x, group, *_: x.new_empty(*x.shape[:-1], x.shape[-1] // group_size(group)),
+)
 def _scatter_features(x: Tensor, group: str, chunk: str, pass_: Pass) -> Tensor:
     parts = x.unflatten(-1, (group_size(group), -1)).movedim(-2, 0).contiguous()
     return reduce_scatter(parts, group, Label(chunk, pass_))

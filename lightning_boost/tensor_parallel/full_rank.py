@@ -27,16 +27,19 @@ from torch.nn.functional import embedding
 from typing_extensions import override
 
 from lightning_boost.collectives import Label, group_index, start_all_reduce
-from lightning_boost.tensor_parallel.bottleneck import DenseMember, GroupMember, add_bias, hand_out
+from lightning_boost.tensor_parallel.bottleneck import DenseMember, add_bias
 from lightning_boost.tensor_parallel.dense import CopyToGroup, GatherFeatures, Rows, own_rows
-from lightning_boost.tensor_parallel.library import gemm_dtype, gemm_flops, operator
+from lightning_boost.tensor_parallel.handing_out import GroupMember, hand_out
+from lightning_boost.tensor_parallel.library import apply, gemm_dtype, gemm_flops, operator
 from lightning_boost.tensor_parallel.local_parameter import local
-from lightning_boost.tensor_parallel.ops import expand_backward_flops
+from lightning_boost.tensor_parallel.ops import expand_backward_fake, expand_backward_flops
 from lightning_boost.tensor_parallel.whole_norm import whole_norm
 
 
 @operator(
-    "project_columns(Tensor x, Tensor[] weights) -> Tensor[]", flops=lambda x, weights: gemm_flops(x[0], *weights)
+    "project_columns(Tensor x, Tensor[] weights) -> Tensor[]",
+    fake=lambda x, weights: [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights],
+    flops=lambda x, weights: gemm_flops(x[0], *weights),
 )
 def _project_columns(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     return [torch.mm(x, weight.t()) for weight in weights]
@@ -45,6 +48,7 @@ def _project_columns(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 @operator(
     "project_columns_backward(Tensor[] grads_y, Tensor x, Tensor[] weights, bool[] needed, str group, str chunk)"
     " -> (Tensor, Tensor[])",
+    fake=expand_backward_fake,
     flops=expand_backward_flops,
 )
 def _project_columns_backward(
@@ -191,7 +195,7 @@ def project_columns(x: Tensor, members: Sequence[ColumnParallelMember], group: s
     """Map a whole ``[N, in]`` to this process's output features of every projection, ``[N, w_i]``, biases added."""
     weights = [own_rows(member.weight, member.rows, group, chunk) for member in members]
     dtype = gemm_dtype(weights[0])
-    outputs = ProjectColumns.apply(x.to(dtype), group, chunk, *(weight.to(dtype) for weight in weights))
+    outputs = apply(ProjectColumns, x.to(dtype), group, chunk, *(weight.to(dtype) for weight in weights))
     return [add_bias(y, member.bias, member.rows, group, chunk) for y, member in zip(outputs, members, strict=True)]
 
 

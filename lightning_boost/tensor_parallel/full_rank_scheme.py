@@ -4,10 +4,10 @@ from torch.nn import Module
 
 from lightning_boost.layout import Decoder, ProjectionGroup
 from lightning_boost.model.initialization import set_module
-from lightning_boost.tensor_parallel.bottleneck import GroupMember
 from lightning_boost.tensor_parallel.check import norm_eps
 from lightning_boost.tensor_parallel.dense import RowParallelLinear
 from lightning_boost.tensor_parallel.full_rank import ColumnParallelMember, ColumnParallelNorm
+from lightning_boost.tensor_parallel.handing_out import GroupMember
 from lightning_boost.tensor_parallel.placement import (
     WHOLE,
     Placements,

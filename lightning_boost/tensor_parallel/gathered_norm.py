@@ -17,8 +17,15 @@ from lightning_boost.tensor_parallel.library import operator, wide_dtype
 from lightning_boost.tensor_parallel.local_parameter import local
 
 
+def _norm_gather_fake(x: Tensor, _: Tensor, __: float, group: str, ___: str) -> tuple[Tensor, Tensor]:
+    num_rows, width = x.shape
+    return x.new_empty(num_rows, group_size(group) * width), x.new_empty(num_rows, 1, dtype=wide_dtype(x.dtype))
+
+
 @operator(
-    "norm_gather(Tensor x, Tensor gamma, float eps, str group, str chunk) -> (Tensor, Tensor)", is_replicated=True
+    "norm_gather(Tensor x, Tensor gamma, float eps, str group, str chunk) -> (Tensor, Tensor)",
+    fake=_norm_gather_fake,
+    is_replicated=True,
 )
 def _norm_gather(x: Tensor, gamma: Tensor, eps: float, group: str, chunk: str) -> tuple[Tensor, Tensor]:
     # γ rides along as one more row, so that every process can normalise the whole hidden as one process would
@@ -32,7 +39,8 @@ def _norm_gather(x: Tensor, gamma: Tensor, eps: float, group: str, chunk: str) -
 
 @operator(
     "norm_gather_backward(Tensor grad_y, Tensor x, Tensor gamma, Tensor y, Tensor rho, str group, str chunk)"
-    " -> (Tensor, Tensor)"
+    " -> (Tensor, Tensor)",
+    fake=lambda _, x, gamma, *__: (x.new_empty(x.shape), gamma.new_empty(gamma.shape)),
 )
 def _norm_gather_backward(
     grad_y: Tensor, x: Tensor, gamma: Tensor, y: Tensor, rho: Tensor, group: str, chunk: str

@@ -12,10 +12,11 @@ def local(parameter: Tensor) -> Tensor:
     """Return this process's share of ``parameter``; its gradient becomes a DTensor placed as the parameter is.
 
     Does what ``DTensor.to_local`` does in less than half its time, which counts where a block has sixteen parameters.
+    A compiler knows ``to_local``, and takes it out of what runs.
     """
     if not isinstance(parameter, DTensor):
         return parameter
-    share: Tensor = _Local.apply(parameter)
+    share: Tensor = parameter.to_local() if torch.compiler.is_compiling() else _Local.apply(parameter)
     return share
 
 

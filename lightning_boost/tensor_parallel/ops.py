@@ -14,9 +14,24 @@ from torch.autograd.function import once_differentiable
 from lightning_boost.collectives import Label, all_reduce, group_index, group_size, start_all_reduce
 from lightning_boost.kernels import operators
 from lightning_boost.kernels.statistic import statistic_columns
-from lightning_boost.tensor_parallel.library import gemm_flops, operator
+from lightning_boost.tensor_parallel.library import gemm_flops, operator, wide_dtype
 
 _NORM_PROJECT_REDUCE = "Tensor x, Tensor gamma, Tensor[] factors_a, float eps, int hidden_size, str group, str chunk"
+
+
+def _norm_project_reduce_fake(
+    x: Tensor,
+    _: Tensor,
+    factors_a: Sequence[Tensor],
+    *__: Any,
+) -> tuple[Tensor, Tensor]:
+    z = factors_a[0].new_empty(x.shape[0], sum(factor.shape[0] for factor in factors_a))
+    return z, z.new_empty(x.shape[0], 1, dtype=wide_dtype(z.dtype))
+
+
+def _norm_project_reduce_activate_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    z, rho = _norm_project_reduce_fake(*args)
+    return z, rho, torch.empty_like(z)
 
 
 def _norm_project_reduce_flops(x: Sequence[int], _: Any, factors_a: Sequence[Sequence[int]], *__: Any) -> int:
@@ -25,6 +40,7 @@ def _norm_project_reduce_flops(x: Sequence[int], _: Any, factors_a: Sequence[Seq
 
 @operator(
     f"norm_project_reduce({_NORM_PROJECT_REDUCE}) -> (Tensor, Tensor)",
+    fake=_norm_project_reduce_fake,
     flops=_norm_project_reduce_flops,
     is_replicated=True,
 )
@@ -41,6 +57,7 @@ def _norm_project_reduce_apart(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @operator(
     f"norm_project_reduce_activate({_NORM_PROJECT_REDUCE}, str activation) -> (Tensor, Tensor, Tensor)",
+    fake=_norm_project_reduce_activate_fake,
     flops=_norm_project_reduce_flops,
     apart=_norm_project_reduce_apart,
 )
@@ -70,6 +87,15 @@ def _project(
         buffer, width, num_processes, hidden_size, eps, activation
     )
     return results
+
+
+@operator(
+    "project_back(Tensor u, Tensor[] factors_a) -> Tensor",
+    fake=lambda u, factors_a: u.new_empty(u.shape[0], factors_a[0].shape[1]),
+    flops=lambda u, factors_a: gemm_flops(u[0], *factors_a),
+)
+def _project_back(u: Tensor, factors_a: Sequence[Tensor]) -> Tensor:
+    return torch.mm(u, torch.cat(list(factors_a)))
 
 
 class NormProjectReduce(torch.autograd.Function):
@@ -113,6 +139,9 @@ class NormProjectReduce(torch.autograd.Function):
         if activation == "none":
             z, rho = _norm_project_reduce(*given)
             activated = z
+        elif torch.compiler.is_compiling():
+            # recompute keeps the results of single operators
+            z, rho, activated = _norm_project_reduce_apart(*given, activation)
         else:
             z, rho, activated = _norm_project_reduce_activate(*given, activation)
         ctx.save_for_backward(x, gamma, z, rho, *factors_a)
@@ -125,10 +154,10 @@ class NormProjectReduce(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``x``, ``gamma`` and the factors."""
         x, gamma, z, rho, *factors_a = ctx.saved_tensors
-        factor_a = torch.cat(factors_a)
         is_factor_needed = any(ctx.needs_input_grad[-len(factors_a) :])
         u, c = operators.norm_latent_backward(grad, z, rho, ctx.hidden_size, ctx.activation)
-        t = torch.mm(u, factor_a)
+        # a compiler would put the factors together in forward, and keep that
+        t = _project_back(u, factors_a) if torch.compiler.is_compiling() else torch.mm(u, torch.cat(factors_a))
         grad_x, grad_gamma, scaled = operators.norm_input_backward(x, gamma, t, c, is_factor_needed)
         grads_a: Sequence[Tensor | None] = [None] * len(factors_a)
         if is_factor_needed:
@@ -138,6 +167,7 @@ class NormProjectReduce(torch.autograd.Function):
 
 @operator(
     "project_reduce(Tensor x, Tensor factor_a, str group, str chunk) -> Tensor",
+    fake=lambda x, factor_a, *_: factor_a.new_empty(x.shape[0], factor_a.shape[0]),
     flops=lambda x, factor_a, *_: gemm_flops(x[0], factor_a),
     is_replicated=True,
 )
@@ -172,10 +202,26 @@ class ProjectReduce(torch.autograd.Function):
         return torch.mm(grad_z, factor_a).to(x.dtype), grad_a, None, None
 
 
-@operator("expand(Tensor z, Tensor[] factors_b) -> Tensor[]", flops=lambda z, factors_b: gemm_flops(z[0], *factors_b))
+@operator(
+    "expand(Tensor z, Tensor[] factors_b) -> Tensor[]",
+    fake=lambda z, factors_b: [z.new_empty(z.shape[0], factor.shape[0]) for factor in factors_b],
+    flops=lambda z, factors_b: gemm_flops(z[0], *factors_b),
+)
 def _expand(z: Tensor, factors_b: Sequence[Tensor]) -> list[Tensor]:
     latents = z.split([factor.shape[1] for factor in factors_b], -1)
     return [torch.mm(latent, factor.t()) for latent, factor in zip(latents, factors_b, strict=True)]
+
+
+def expand_backward_fake(
+    _: Sequence[Tensor], z: Tensor, factors_b: Sequence[Tensor], needed: Sequence[bool], *__: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """Return empty gradients of what projections read, and of their weights; none of those that are not needed."""
+    is_z_needed, *are_factors_needed = needed
+    grads_b = [
+        z.new_empty(factor.shape) if is_needed else z.new_empty(0)
+        for factor, is_needed in zip(factors_b, are_factors_needed, strict=True)
+    ]
+    return torch.empty_like(z) if is_z_needed else z.new_empty(0), grads_b
 
 
 def expand_backward_flops(
@@ -192,6 +238,7 @@ def expand_backward_flops(
 @operator(
     "expand_backward(Tensor[] grads_y, Tensor z, Tensor[] factors_b, bool[] needed, str group, str chunk)"
     " -> (Tensor, Tensor[])",
+    fake=expand_backward_fake,
     flops=expand_backward_flops,
 )
 def _expand_backward(

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_boost.model.crossing import LayerLatents
 from lightning_boost.tensor_parallel.bottleneck import FactorPair, activate, expand
 from lightning_boost.tensor_parallel.dense import Rows
-from lightning_boost.tensor_parallel.library import gemm_dtype
+from lightning_boost.tensor_parallel.library import apply, gemm_dtype
 from lightning_boost.tensor_parallel.local_parameter import local
 from lightning_boost.tensor_parallel.ops import NormProjectReduce
 
@@ -64,7 +64,8 @@ class UngroupedProjection(FactorPair):
         norm: UngroupedNorm = self.__dict__["norm"]
         factor_a = self.local_a()
         activation = self.sigma if latents is None else "none"
-        z, _ = NormProjectReduce.apply(
+        z, _ = apply(
+            NormProjectReduce,
             x.flatten(0, -2),
             local(norm.weight),
             norm.eps,

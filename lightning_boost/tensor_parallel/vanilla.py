@@ -31,8 +31,9 @@ from typing_extensions import override
 from lightning_boost.collectives import Label, Pass, all_gather, group_index, group_size, start_all_reduce
 from lightning_boost.mesh import shard_bounds
 from lightning_boost.model.crossing import LayerLatents
-from lightning_boost.tensor_parallel.bottleneck import FactorPair, GroupMember, activate, hand_out
-from lightning_boost.tensor_parallel.library import gemm_dtype, gemm_flops, operator
+from lightning_boost.tensor_parallel.bottleneck import FactorPair, activate
+from lightning_boost.tensor_parallel.handing_out import GroupMember, hand_out
+from lightning_boost.tensor_parallel.library import apply, gemm_dtype, gemm_flops, operator
 from lightning_boost.tensor_parallel.local_parameter import local, local_size
 from lightning_boost.tensor_parallel.ops import ProjectReduce
 from lightning_boost.tensor_parallel.whole_norm import whole_norm
@@ -40,15 +41,27 @@ from lightning_boost.tensor_parallel.whole_norm import whole_norm
 
 @operator(
     "project_whole(Tensor x, Tensor[] factors_a) -> Tensor",
+    fake=lambda x, factors_a: x.new_empty(x.shape[0], sum(factor.shape[0] for factor in factors_a)),
     flops=lambda x, factors_a: gemm_flops(x[0], *factors_a),
 )
 def _project_whole(x: Tensor, factors_a: Sequence[Tensor]) -> Tensor:
     return torch.mm(x, torch.cat(list(factors_a)).t())
 
 
+def _project_whole_backward_fake(
+    grad_z: Tensor, x: Tensor, _: Sequence[Tensor], needed: Sequence[bool], *__: Any
+) -> tuple[Tensor, Tensor]:
+    is_x_needed, are_factors_needed = needed
+    return (
+        x.new_empty(x.shape if is_x_needed else 0),
+        x.new_empty((grad_z.shape[1], x.shape[1]) if are_factors_needed else 0),
+    )
+
+
 @operator(
     "project_whole_backward(Tensor grad_z, Tensor x, Tensor[] factors_a, bool[] needed, str group, str chunk)"
     " -> (Tensor, Tensor)",
+    fake=_project_whole_backward_fake,
     flops=lambda grad_z, _, factors_a, needed, *__: sum(needed) * gemm_flops(grad_z[0], *factors_a),
 )
 def _project_whole_backward(
@@ -102,6 +115,7 @@ class ProjectWhole(torch.autograd.Function):
 
 @operator(
     "gather_bottleneck(Tensor part, int width, str group, str chunk, str pass_) -> Tensor",
+    fake=lambda part, width, *_: part.new_empty(part.shape[0], width),
     is_replicated=True,
 )
 def _gather_bottleneck(part: Tensor, width: int, group: str, chunk: str, pass_: Pass) -> Tensor:
@@ -258,13 +272,13 @@ def activated(a: Tensor, pair: FactorPair, latents: LayerLatents | None, group: 
 
 def own_bottleneck(pair: FactorPair) -> int:
     """Return this process's part of a pair's bottleneck."""
-    return local_size(pair.get_parameter(pair.names.factor_a), 1 - pair.names.in_dim)
+    return local_size(pair.factor(pair.names.factor_a), 1 - pair.names.in_dim)
 
 
 def into_bottleneck(x: Tensor, factors_a: Sequence[Tensor], group: str, chunk: str) -> Tensor:
     """Map a whole ``[…, in]`` to this process's latents of every projection, side by side: ``[N, ΣR_i/tp]``."""
     dtype = gemm_dtype(factors_a[0])
-    z: Tensor = ProjectWhole.apply(x.flatten(0, -2).to(dtype), group, chunk, *(each.to(dtype) for each in factors_a))
+    z: Tensor = apply(ProjectWhole, x.flatten(0, -2).to(dtype), group, chunk, *(each.to(dtype) for each in factors_a))
     return z
 
 

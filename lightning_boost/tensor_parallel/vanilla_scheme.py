@@ -8,8 +8,9 @@ from torch.nn import Module
 from lightning_boost.layout import Decoder, ProjectionGroup, parameters_of, projection_of
 from lightning_boost.model.factor_pair import factor_names, out_features
 from lightning_boost.model.initialization import set_module
-from lightning_boost.tensor_parallel.bottleneck import GroupMember, LowRankMember
+from lightning_boost.tensor_parallel.bottleneck import LowRankMember
 from lightning_boost.tensor_parallel.check import norm_eps
+from lightning_boost.tensor_parallel.handing_out import GroupMember
 from lightning_boost.tensor_parallel.placement import (
     OUTPUT_FEATURES,
     WHOLE,

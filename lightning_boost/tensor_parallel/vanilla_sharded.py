@@ -37,8 +37,9 @@ from lightning_boost.collectives import (
 )
 from lightning_boost.mesh import shard_bounds
 from lightning_boost.model.crossing import LayerLatents
-from lightning_boost.tensor_parallel.bottleneck import FactorPair, GroupMember, LowRankMember, add_bias, hand_out
-from lightning_boost.tensor_parallel.library import gemm_dtype, gemm_flops, operator
+from lightning_boost.tensor_parallel.bottleneck import FactorPair, LowRankMember, add_bias
+from lightning_boost.tensor_parallel.handing_out import GroupMember, hand_out
+from lightning_boost.tensor_parallel.library import apply, gemm_dtype, gemm_flops, operator
 from lightning_boost.tensor_parallel.local_parameter import local
 from lightning_boost.tensor_parallel.vanilla import VanillaNorm, activated, reduced
 
@@ -57,6 +58,12 @@ def _places(factors_b: Sequence[Tensor], num_shares: Sequence[int], size: int, i
     return places
 
 
+def _widest(factors_b: Sequence[Tensor], num_shares: Sequence[int], size: int) -> int:
+    """Return the features of process 0, which has the most; what is behind those of another is sent and not read."""
+    width: int = _places(factors_b, num_shares, size, 0)[-1][1].stop
+    return width
+
+
 def _scattered_flops(rows: int, factors_b: Sequence[Sequence[int]], num_shares: Sequence[int], size: int) -> int:
     """Return the FLOPs of what every process gets; a share that several get is multiplied for each."""
     products = zip(factors_b, num_shares, strict=True)
@@ -65,6 +72,9 @@ def _scattered_flops(rows: int, factors_b: Sequence[Sequence[int]], num_shares: 
 
 @operator(
     "expand_scatter(Tensor[] latents, Tensor[] factors_b, int[] num_shares, str group, str chunk) -> Tensor",
+    fake=lambda latents, factors_b, num_shares, group, _: latents[0].new_empty(
+        latents[0].shape[0], _widest(factors_b, num_shares, group_size(group))
+    ),
     flops=lambda latents, factors_b, num_shares, group, _: _scattered_flops(
         latents[0][0], factors_b, num_shares, group_size(group)
     ),
@@ -73,8 +83,7 @@ def _expand_scatter(
     latents: Sequence[Tensor], factors_b: Sequence[Tensor], num_shares: Sequence[int], group: str, chunk: str
 ) -> Tensor:
     size = group_size(group)
-    # process 0 has the most features; where another has fewer, what is behind them is sent and not read
-    width = _places(factors_b, num_shares, size, 0)[-1][1].stop
+    width = _widest(factors_b, num_shares, size)
     buffer = latents[0].new_empty(size, latents[0].shape[0], width)
     for index, part in enumerate(buffer):
         places = _places(factors_b, num_shares, size, index)
@@ -86,6 +95,10 @@ def _expand_scatter(
 @operator(
     "expand_scatter_backward(Tensor grad_y, Tensor[] latents, Tensor[] factors_b, int[] num_shares, bool[] needed,"
     " str group, str chunk) -> (Tensor[], Tensor[])",
+    fake=lambda _, latents, factors_b, *__: (
+        [torch.empty_like(z) for z in latents],
+        [torch.empty_like(factor) for factor in factors_b],
+    ),
     flops=lambda _, latents, factors_b, num_shares, needed, group, __: (
         sum(needed) * _scattered_flops(latents[0][0], factors_b, num_shares, group_size(group))
     ),
@@ -155,13 +168,17 @@ class ExpandScatter(torch.autograd.Function):
         return None, None, None, *(gradient if is_needed else None for gradient, is_needed in gradients)
 
 
-@operator("gather_parts(Tensor x, str group, str chunk) -> Tensor")
+@operator(
+    "gather_parts(Tensor x, str group, str chunk) -> Tensor",
+    fake=lambda x, group, _: x.new_empty(group_size(group), *x.shape),
+)
 def _gather_parts(x: Tensor, group: str, chunk: str) -> Tensor:
     return all_gather(x.contiguous(), group, Label(chunk, "forward"))
 
 
 @operator(
     "project_parts(Tensor parts, Tensor factor_a) -> Tensor",
+    fake=lambda parts, factor_a: parts.new_empty(parts.shape[1], factor_a.shape[0]),
     flops=lambda parts, factor_a: gemm_flops(parts[1], factor_a),
 )
 def _project_parts(parts: Tensor, factor_a: Tensor) -> Tensor:
@@ -171,9 +188,20 @@ def _project_parts(parts: Tensor, factor_a: Tensor) -> Tensor:
     return z
 
 
+def _project_parts_backward_fake(
+    grad_z: Tensor, parts: Tensor, factor_a: Tensor, needed: Sequence[bool], *_: Any
+) -> tuple[Tensor, Tensor]:
+    is_x_needed, is_factor_needed = needed
+    return (
+        parts.new_empty(parts.shape[1:]) if is_x_needed else grad_z.new_empty(0),
+        factor_a.new_empty(factor_a.shape) if is_factor_needed else grad_z.new_empty(0),
+    )
+
+
 @operator(
     "project_parts_backward(Tensor grad_z, Tensor parts, Tensor factor_a, bool[] needed, str group, str chunk)"
     " -> (Tensor, Tensor)",
+    fake=_project_parts_backward_fake,
     flops=lambda grad_z, _, factor_a, needed, *__: sum(needed) * gemm_flops(grad_z[0], factor_a),
 )
 def _project_parts_backward(
@@ -258,10 +286,15 @@ class ShardedVanillaNorm(VanillaNorm):
             activated(z, member, latents, self.group, self.chunk)
             for z, member in zip(self.latents(x), members, strict=True)
         ]
-        factors_b = [member.upright(local(member.get_parameter(member.names.factor_b))) for member in members]
+        factors_b = [member.upright(local(member.factor(member.names.factor_b))) for member in members]
         num_shares = [self._num_shares(member, len(factor)) for member, factor in zip(members, factors_b, strict=True)]
-        y = ExpandScatter.apply(
-            num_shares, self.group, self.chunk, *parts, *(factor.to(parts[0].dtype) for factor in factors_b)
+        y = apply(
+            ExpandScatter,
+            num_shares,
+            self.group,
+            self.chunk,
+            *parts,
+            *(factor.to(parts[0].dtype) for factor in factors_b),
         )
         places = _places(factors_b, num_shares, group_size(self.group), group_index(self.group))
         widths = [columns.stop - columns.start for _, columns in places]

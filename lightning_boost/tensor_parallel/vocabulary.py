@@ -27,7 +27,10 @@ CHUNK_TOKENS = 1024
 """Rows whose logits exist at a time in the loss."""
 
 
-@operator("gather_logits(Tensor logits, int vocab_size, str group) -> Tensor")
+@operator(
+    "gather_logits(Tensor logits, int vocab_size, str group) -> Tensor",
+    fake=lambda logits, vocab_size, _: logits.new_empty(*logits.shape[:-1], vocab_size),
+)
 def _gather_logits(logits: Tensor, vocab_size: int, group: str) -> Tensor:
     widest = -(-vocab_size // group_size(group))
     padded = pad(logits, (0, widest - logits.shape[-1])).contiguous()
@@ -58,6 +61,15 @@ class GatherLogits(torch.autograd.Function):
         return grad_logits[..., start:stop], None, None
 
 
+def _vocabulary_loss_fake(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    is_hidden_needed, is_weight_needed = others[4]
+    return (
+        hidden.new_empty((), dtype=wide_dtype(hidden.dtype)),
+        torch.empty_like(hidden if is_hidden_needed else hidden[:0]),
+        torch.empty_like(weight if is_weight_needed else weight[:0]),
+    )
+
+
 def _vocabulary_loss_flops(hidden: Sequence[int], weight: Sequence[int], *others: Any) -> int:
     needed: Sequence[bool] = others[4]
     return (1 + sum(needed)) * gemm_flops(hidden[0], weight)
@@ -66,6 +78,7 @@ def _vocabulary_loss_flops(hidden: Sequence[int], weight: Sequence[int], *others
 @operator(
     "vocabulary_loss(Tensor hidden, Tensor weight, Tensor targets, Tensor divisor, int vocab_size,"
     " float label_smoothing, bool[] needed, str group) -> (Tensor, Tensor, Tensor)",
+    fake=_vocabulary_loss_fake,
     flops=_vocabulary_loss_flops,
 )
 def _vocabulary_loss(

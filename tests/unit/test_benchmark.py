@@ -39,6 +39,10 @@ LAUNCHES = {
     "vanilla_sharded": (9, 9),
     "bottleneck": (4, 4),
     "peers": (7, 7),
+    "as it is": (4, 4),
+    "as it is, forward": (4, 0),
+    "compiled": (4, 4),
+    "compiled, forward": (4, 0),
     "grouped": (4, 4),
     "grouped, forward": (4, 0),
     "ungrouped": (7, 7),
@@ -70,6 +74,7 @@ def warm(monkeypatch):
         return run_processes(function, num_processes, torch.device(device), *args)[0]
 
     monkeypatch.setattr("lightning_boost.benchmark.setup.run_pinned", run_warm)
+    monkeypatch.setattr("lightning_boost.compilation.BACKEND", "aot_eager")
     for module in (numerics, statistic):
         monkeypatch.setattr(module, "run_together", run_warm)
 
@@ -83,6 +88,11 @@ def warm(monkeypatch):
             "grouping",
             {"ungrouped", "grouped", "ungrouped, forward", "grouped, forward"},
             {"ungrouped / grouped", "ungrouped, forward / grouped, forward"},
+        ),
+        (
+            "compile",
+            {"as it is", "compiled", "as it is, forward", "compiled, forward"},
+            {"as it is / compiled", "as it is, forward / compiled, forward"},
         ),
         ("strategy", {"Trainer", "loop"}, {"Trainer / loop"}),
     ],

@@ -1,0 +1,173 @@
+"""Decoder layers through ``torch.compile``, each by itself and in place: one graph forward, and one backward.
+
+Layers of one make share their graphs, so that a model takes little longer to compile than one of its layers. Only a
+layer's ``forward`` is compiled: names of parameters stay, and so do hooks on the layer, which run around the graph.
+Operators that communicate are single calls of the graph, counted and timed where they run.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+from typing_extensions import override
+
+from lightning_boost.layout import Decoder
+from lightning_boost.recompute.layers import CACHES, RecomputedForward
+from lightning_boost.tensor_parallel.local_parameter import local
+from lightning_boost.torch_internals import private
+
+_num_dispatch_modes = private("torch._C", "_len_torch_dispatch_stack")
+
+BACKEND = "inductor"
+
+MOST_GRAPHS = 256
+"""For all layers, in training and evaluation, with masks and without: above torch's default of 8, which layers of
+different sizes would reach."""
+
+
+def compile_layers(decoder: Decoder) -> None:
+    """Compile a decoder's layers in place, each when it is first called.
+
+    Args:
+        decoder: The model, its layers already swapped for their parallel twins and recomputed where they are to be.
+    """
+    for layer in decoder.layers.values():
+        compile_layer(layer)
+
+
+def compile_layer(layer: nn.Module) -> None:
+    """Compile one layer, as ``compile_layers`` does."""
+    recomputed: RecomputedForward | None = vars(layer).get("forward")
+    if recomputed is not None and recomputed.keeping is None:
+        # two runs of a whole graph: no graph could have its collectives twice
+        recomputed.inner = CompiledForward(layer, None)
+    else:
+        # as recompute does: a derived class would be another type, with another name and pickled otherwise
+        vars(layer)["forward"] = CompiledForward(layer, recomputed)
+
+
+def check_to_compile(decoder: Decoder) -> None:
+    """Check that layers can be compiled, and are not already.
+
+    Raises:
+        ValueError: If a layer has a ``forward`` of its own, or something is compiled.
+    """
+    for name, layer in decoder.layers.items():
+        if "forward" in vars(layer):
+            raise ValueError(
+                f"compile (True) needs layers whose forward is their class's, and {name} has one of its own (set on the"
+                " instance). Define it in the class, or set compile to False."
+            )
+    for name, module in decoder.root.named_modules():
+        if module._compiled_call_impl is not None:
+            raise ValueError(
+                f"{name or type(module).__name__} must not be compiled where compile is True, which compiles each"
+                " layer. Leave out its compile(), or set compile to False."
+            )
+
+
+class CompiledForward:
+    """Stands as a layer's ``forward`` and runs that of its class, or its recomputed one, as a compiled graph.
+
+    A call that a graph would hide something of runs as it is, uncompiled: one with a cache, which grows with each
+    token; one with hooks on modules inside, as a verification sets; and one under a dispatch mode, such as torch's
+    counter of FLOPs.
+
+    Args:
+        layer: Whose ``forward`` is its class's still, or recomputed.
+        recomputed: What stands as its ``forward`` and is to be in the graph, if it is recomputed.
+    """
+
+    def __init__(self, layer: nn.Module, recomputed: RecomputedForward | None) -> None:
+        self.traced = TracedLayer(layer, recomputed)
+        self._recomputed = recomputed
+        self._inside = [module for module in layer.modules() if module is not layer]
+        self._names = list(inspect.signature(layer.forward).parameters)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the class's ``forward``, which other libraries and the pipeline look at."""
+        return inspect.signature(self._plain())
+
+    def _plain(self) -> Callable[..., Any]:
+        layer = self.traced.layer
+        return MethodType(type(layer).forward, layer) if self._recomputed is None else self._recomputed
+
+    @torch.compiler.disable(recursive=False, reason="its graph is compiled by itself")  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the layer's class returns.
+
+        Raises:
+            RuntimeError: If ``forward`` cannot be one graph.
+        """
+        if self._runs_as_it_is(args, kwargs):
+            return self._plain()(*args, **kwargs)
+        try:
+            return _compiled(BACKEND)(self.traced, self.traced.local_parameters(), args, kwargs)
+        except torch._dynamo.exc.Unsupported as error:
+            name = type(self.traced.layer).__name__
+            raise RuntimeError(
+                f"compile (True) must be False with a {name}, whose forward torch cannot compile as one graph"
+                f" ({str(error).splitlines()[0]}; above is where). Change that, or set compile to False."
+            ) from error
+
+    def _runs_as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        return (
+            any(given.get(name) is not None for name in CACHES)
+            or any(module._forward_hooks or module._forward_pre_hooks for module in self._inside)
+            or _num_dispatch_modes() > 0
+        )
+
+
+class TracedLayer(nn.Module):
+    """What a compiler sees of a layer: what its class computes, in two runs where it is recomputed.
+
+    Args:
+        layer: The layer.
+        recomputed: What stands as its ``forward``, if it is recomputed.
+    """
+
+    def __init__(self, layer: nn.Module, recomputed: RecomputedForward | None) -> None:
+        super().__init__()
+        self.layer = layer
+        self.recomputed = recomputed
+        self._places = [
+            (f"layer.{name}", layer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, _ in layer.named_parameters()
+        ]
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the layer's class returns."""
+        if self.recomputed is not None:
+            return self.recomputed.traced(*args, **kwargs)
+        return type(self.layer).forward(self.layer, *args, **kwargs)
+
+    def local_parameters(self) -> dict[str, Tensor]:
+        """Return this process's share of each parameter on a tensor axis, by names from here; empty without one.
+
+        They are made outside of the graph: torch cannot cut a graph for recompute in which DTensors are read.
+        """
+        # looked up anew: a data axis puts other ones in their places for the time of a call
+        found = ((name, getattr(owner, leaf)) for name, owner, leaf in self._places)
+        return {name: local(each) for name, each in found if isinstance(each, DTensor)}
+
+
+@cache
+def _compiled(backend: str) -> Callable[..., Any]:
+    # torch's overloads leave out the limit
+    compiled: Callable[..., Any] = torch.compile(  # type: ignore[call-overload]
+        _run, fullgraph=True, backend=backend, recompile_limit=MOST_GRAPHS
+    )
+    return compiled
+
+
+def _run(traced: TracedLayer, parameters: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return functional_call(traced, parameters, args, kwargs) if parameters else traced(*args, **kwargs)

@@ -1,0 +1,66 @@
+"""How what stands in a norm's place hands to each projection of its group what it has computed for it.
+
+A model's own ``forward`` stands between the two and passes one tensor on: all outputs travel with that.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+_PARTS = "_lightning_boost_parts"
+"""Of a group's outputs: whose they are, and the part of each member."""
+
+
+class GroupMember(nn.Module):
+    """In the place of a projection of a group: takes its own part of the group's outputs.
+
+    The list of all members is kept hidden from torch: each owns its parameters in its own place.
+    """
+
+    index: int
+
+    def join(self, members: list["GroupMember"]) -> None:
+        """Become the next of ``members``."""
+        self.index = len(members)
+        self.__dict__["members"] = members
+        members.append(self)
+
+    @override
+    def forward(self, outputs: Tensor) -> Tensor:
+        """Take ``[…, w_i]`` out of ``[…, w]``."""
+        if not self.is_given(outputs):
+            raise RuntimeError(
+                "a projection must read its norm's output as it is, and got something else: the model's forward does"
+                " more between the two than the layout says. Describe its parts with a DecoderLayout, or set"
+                " tensor_parallel_size to 1."
+            )
+        _, parts = getattr(outputs, _PARTS)
+        part: Tensor = parts[self.index]
+        return part
+
+    def is_given(self, outputs: Tensor) -> bool:
+        """Tell whether ``outputs`` are the group's, as they were handed out."""
+        owner, _ = getattr(outputs, _PARTS, (None, []))
+        return owner is self.__dict__["members"]
+
+
+def hand_out(
+    parts: Sequence[Tensor], shape: Sequence[int], members: list[GroupMember], hidden: Tensor | None = None
+) -> Tensor:
+    """Return a tensor from which each member of a group takes its part, and by which it knows that it may.
+
+    Args:
+        parts: Of the members, in order: ``[N, w_i]``.
+        shape: The dims that rows stand for.
+        members: Of the group.
+        hidden: The norm's own output ``[N, D]``, if it is at hand: what else reads it finds it.
+
+    Returns:
+        ``hidden``, ``[…, D]``, or the first part, ``[…, w_1]``, with all of them behind it.
+    """
+    # a view of its own: what a tensor keeps as an attribute must not keep the tensor, or neither would be freed
+    first = parts[0] if hidden is None else hidden
+    outputs = first.view(*shape, first.shape[-1])
+    setattr(outputs, _PARTS, (members, [part.view(*shape, part.shape[-1]) for part in parts]))
+    return outputs
