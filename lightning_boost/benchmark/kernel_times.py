@@ -33,8 +33,10 @@ class KernelTimes:
     """Microseconds of the kernel, median."""
     plain: dict[str, float]
     """Of torch's operations."""
+    copy: dict[str, float]
+    """Of a copy that moves as many bytes, counted by the kernel's signature, and leaves as many in the cache."""
     gb_per_second: dict[str, float]
-    """Of the kernel, by its signature."""
+    """Of the kernel."""
 
     @staticmethod
     def headings(times: "KernelTimes | None") -> list[str]:
@@ -46,8 +48,8 @@ class KernelTimes:
         """Return a case's cells of a table; none where nothing was timed."""
         if times is None:
             return []
-        share = times.gb_per_second[name] / times.copy_gb_per_second
-        return [f"{times.fused[name]:.0f}", f"{times.plain[name]:.0f}", f"{share:.0%}"]
+        fused = times.fused[name]
+        return [f"{fused:.0f}", f"{times.plain[name]:.0f}", f"{times.copy[name] / fused:.0%}"]
 
     def in_words(self) -> Iterator[str]:
         """Yield a line of the card."""
@@ -76,10 +78,9 @@ def time_cases(sizes: Sizes, repetitions: int) -> KernelTimes:
         repetitions: Of each.
     """
     device = torch.device("cuda")
-    source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copying = Quartiles.of(time_on_gpu({"copy": lambda: target.copy_(source)}, repetitions)["copy"]).median
-    fused, plain, speed = {}, {}, {}
+    whole = Quartiles.of(time_on_gpu({"copy": _copying(_COPIED_BYTES, device)}, repetitions)["copy"]).median
+    found: dict[str, dict[str, float]] = {"fused": {}, "plain": {}, "copy": {}}
+    speed = {}
     for case in cases(sizes, torch.bfloat16, device):
         operator = getattr(torch.ops.lightning_boost, case.function).default
 
@@ -90,14 +91,25 @@ def time_cases(sizes: Sizes, repetitions: int) -> KernelTimes:
             with plain_kernels():
                 operator(*args)
 
-        times = time_on_gpu({"fused": run_fused, "plain": run_plain}, repetitions)
-        seconds = Quartiles.of(times["fused"]).median
         moved = moved_bytes(operator, case.args, {}, FAKES[operator](*case.args))
-        fused[case.name], plain[case.name] = 1e6 * seconds, 1e6 * Quartiles.of(times["plain"]).median
-        speed[case.name] = moved / seconds / 1e9
+        candidates = {"fused": run_fused, "plain": run_plain, "copy": _copying(moved // 2, device)}
+        times = time_on_gpu(candidates, repetitions)
+        for name, microseconds in found.items():
+            microseconds[case.name] = 1e6 * Quartiles.of(times[name]).median
+        speed[case.name] = moved / found["fused"][case.name] / 1e3
     return KernelTimes(
-        torch.cuda.get_device_name(), 2 * _COPIED_BYTES / copying / 1e9, fused=fused, plain=plain, gb_per_second=speed
+        torch.cuda.get_device_name(),
+        2 * _COPIED_BYTES / whole / 1e9,
+        gb_per_second=speed,
+        **found,
     )
+
+
+def _copying(num_bytes: int, device: torch.device) -> Callable[[], object]:
+    """Return what copies so many bytes: reads them, and writes as many."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
 
 
 def time_block(

@@ -151,12 +151,9 @@ def loss_buffers(config: LlamaConfig, tensor_parallel_size: int, num_tokens: int
         world = torch.distributed.group.WORLD
         assert world is not None
         group = register_group(world)
-        logits = peak(False, False)
-        return {
-            "logits": logits,
-            "hidden gradient": peak(True, False) - logits,
-            "weight gradient": peak(False, True) - logits,
-        }
+        both = peak(True, True)
+        of_hidden, of_weight = both - peak(False, True), both - peak(True, False)
+        return {"logits": both - of_hidden - of_weight, "hidden gradient": of_hidden, "weight gradient": of_weight}
 
 
 def _signatures(sizes: Sizes) -> Iterator[tuple[Case, int]]:

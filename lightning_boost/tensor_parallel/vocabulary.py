@@ -102,9 +102,11 @@ def _vocabulary_loss(
         rows = slice(start, start + CHUNK_TOKENS)
         chunk, target = hidden[rows], targets[rows]
         valid = target != IGNORED_LABEL
-        losses, grad = _chunk_loss(linear(chunk, weight), target - first, valid.to(wide) / divisor, smoothing, group)
+        scale = valid.to(wide) / divisor if any(needed) else None
+        losses, grad = _chunk_loss(linear(chunk, weight), target - first, scale, smoothing, group)
         total += losses.masked_fill(~valid, 0.0).sum()
-        grad = grad.to(hidden.dtype)
+        if any(needed):
+            grad = grad.to(hidden.dtype)
         if is_hidden_needed:
             torch.mm(grad, weight, out=grad_hidden[rows])
         if is_weight_needed:
@@ -113,9 +115,9 @@ def _vocabulary_loss(
 
 
 def _chunk_loss(
-    logits: Tensor, own_targets: Tensor, scale: Tensor, smoothing: tuple[float, float], group: str
+    logits: Tensor, own_targets: Tensor, scale: Tensor | None, smoothing: tuple[float, float], group: str
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's loss ``[N]`` and ``scale`` times the gradient of this process's logits ``[N, v]``.
+    """Return each row's loss ``[N]`` and, if there is a ``scale``, that times the gradient of the logits ``[N, v]``.
 
     With smoothing ``ε`` the loss is ``log Σ exp(x) - (1 - ε) x_target - ε/V Σ x``. Each process contributes its
     maximum, its sum of exponentials below that maximum, and its part of what is subtracted; three numbers a row are all
@@ -128,7 +130,8 @@ def _chunk_loss(
     whole_maximum = maxima.amax(0)
     whole_sum = (sums * (maxima - whole_maximum).exp()).sum(0)
     losses = whole_maximum + whole_sum.log() - subtracted.sum(0)
-    operators.cross_entropy_gradient(logits, own_targets, parts, whole_maximum, whole_sum, scale, *smoothing)
+    if scale is not None:
+        operators.cross_entropy_gradient(logits, own_targets, parts, whole_maximum, whole_sum, scale, *smoothing)
     return losses, logits
 
 

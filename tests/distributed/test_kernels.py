@@ -35,7 +35,7 @@ def _report(config, precision="32-true", plant=None, options=None):
     size = dist.get_world_size()
     with contextlib.redirect_stderr(io.StringIO()):
         report = check_parity(
-            config, num_processes=size, precision=precision, steps=2, kernels="triton", **(options or {})
+            config, num_processes=size, precision=precision, steps=2, **({"kernels": "triton"} | (options or {}))
         )
     return report, ran
 
@@ -61,6 +61,20 @@ def test_bf16_is_no_farther_from_fp32_than_twice_one_process_in_bf16():
     report, ran = run_processes(_report, 2, small_config(num_hidden_layers=1, hidden_size=32), "bf16-true")[0]
     assert report.passed, report
     assert ran == ALL
+
+
+@pytest.mark.slow
+def test_under_autocast_kernels_are_as_near_to_fp32_as_torchs_operations():
+    """A hidden stream in fp32 beside products in bf16."""
+    config = small_config(num_hidden_layers=1, hidden_size=32)
+    (plain, _), (fused, ran) = (
+        run_processes(_report, 2, config, "bf16-mixed", None, {"kernels": kernels})[0]
+        for kernels in ("reference", "triton")
+    )
+    assert ran == ALL
+    assert fused.replicas_equal
+    assert fused.worst_gradient_relative_error <= 1.5 * plain.worst_gradient_relative_error
+    assert fused.worst_weight_relative_error <= 1.5 * plain.worst_weight_relative_error
 
 
 def no_gradient_through_the_statistic():

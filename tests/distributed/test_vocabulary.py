@@ -65,3 +65,22 @@ def test_bf16_gradients_are_as_good_as_bf16():
 def test_all_labels_ignored_gives_zero_loss_and_zero_gradients():
     for numbers in run_processes(_compare, 2, 51, 8, True, torch.float32):
         assert numbers == (0.0, 0.0, 0.0)
+
+
+def _evaluate():
+    gradients = []
+    vocabulary.operators.cross_entropy_gradient = lambda *args: gradients.append(args)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, HIDDEN, generator=generator) for rows in (ROWS, 50))
+    targets = torch.randint(50, (ROWS,), generator=generator)
+    group, start = register_group(dist.group.WORLD), 25 * dist.get_rank()
+    share, divisor = weight[start : start + 25], torch.tensor(ROWS)
+    loss = vocabulary.VocabularyLoss.apply(hidden, share, targets, divisor, 50, 0.0, group)
+    return abs(loss.item() - cross_entropy(linear(hidden, weight), targets).item()), len(gradients)
+
+
+def test_no_gradients_are_made_where_none_are_needed():
+    """In evaluation."""
+    for error, num_gradients in run_processes(_evaluate, 2):
+        assert error < 1e-5
+        assert num_gradients == 0

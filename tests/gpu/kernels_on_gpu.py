@@ -133,6 +133,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=20, help="of every time")
     repetitions = parser.parse_args().repetitions
+    # a run that is cut off, too, has said what it found
+    sys.stdout.reconfigure(line_buffering=True)
     say = sys.stdout.write
     torch.manual_seed(0)
     failed, device = 0, torch.device("cuda")
