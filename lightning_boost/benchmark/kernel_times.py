@@ -70,14 +70,14 @@ class BlockTimes:
         yield "over fused: " + ", ".join(f"{name} {t / fused:.2f}" for name, t in times.items() if name != "fused")
 
 
-def time_cases(sizes: Sizes, repetitions: int) -> KernelTimes:
+def time_cases(sizes: Sizes, repetitions: int, device: torch.device) -> KernelTimes:
     """Time every kernel on the GPU, beside torch's operations and a copy.
 
     Args:
         sizes: Of the tensors, which should be larger than the GPU's cache.
         repetitions: Of each.
+        device: The GPU.
     """
-    device = torch.device("cuda")
     whole = Quartiles.of(time_on_gpu({"copy": _copying(_COPIED_BYTES, device)}, repetitions)["copy"]).median
     found: dict[str, dict[str, float]] = {"fused": {}, "plain": {}, "copy": {}}
     speed = {}
@@ -113,7 +113,12 @@ def _copying(num_bytes: int, device: torch.device) -> Callable[[], object]:
 
 
 def time_block(
-    config: LlamaConfig, tensor_parallel_size: int, num_tokens: int, sequence_length: int, repetitions: int
+    config: LlamaConfig,
+    tensor_parallel_size: int,
+    num_tokens: int,
+    sequence_length: int,
+    repetitions: int,
+    device: torch.device,
 ) -> BlockTimes:
     """Time one process's share of a block on the GPU: fused, plain, compiled, and dense in Megatron's form.
 
@@ -123,8 +128,9 @@ def time_block(
         num_tokens: Of a micro-batch.
         sequence_length: Of its sequences.
         repetitions: Of each.
+        device: The GPU.
     """
-    shape, device = (num_tokens // sequence_length, sequence_length), torch.device("cuda")
+    shape = num_tokens // sequence_length, sequence_length
     with processes_that_do_nothing(tensor_parallel_size):
         low_rank, dense = Candidate("bottleneck"), Candidate("full_rank", "full_rank")
         blocks = {
@@ -132,8 +138,8 @@ def time_block(
             for name, candidate in {
                 "fused": low_rank,
                 "plain": low_rank,
-                "fused, compiled": low_rank,
-                "plain, compiled": low_rank,
+                "fused compiled": low_rank,
+                "plain compiled": low_rank,
                 "full_rank": dense,
             }.items()
         }

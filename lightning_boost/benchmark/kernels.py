@@ -78,8 +78,9 @@ def measure_kernels(
     timed: KernelTimes | None = None
     blocks: BlockTimes | None = None
     if device == "cuda":
-        timed = time_cases(replace(sizes, loss_rows=num_tokens), repetitions)
-        blocks = time_block(config, tensor_parallel_size, num_tokens, sequence_length, repetitions)
+        gpu = torch.device(device)
+        timed = time_cases(replace(sizes, loss_rows=num_tokens), repetitions, gpu)
+        blocks = time_block(config, tensor_parallel_size, num_tokens, sequence_length, repetitions, gpu)
         notes += [*timed.in_words(), *blocks.in_words()]
     return Report(
         title=f"kernels of a block of {config.hidden_size} features, tensor {tensor_parallel_size},"

@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 
+from lightning_boost import compilation
+from lightning_boost.benchmark import kernel_times
 from lightning_boost.benchmark.element_wise import ElementWise, element_wise_bytes, moved_bytes
-from lightning_boost.benchmark.kernels import loss_buffers, measure_kernels
+from lightning_boost.benchmark.kernels import loss_buffers, measure_kernels, share_of
 from lightning_boost.benchmark.paper import BOOST_7B
 from lightning_boost.commands.benchmark import kernels
 from lightning_boost.config import LlamaConfig, LowRankConfig
@@ -119,3 +121,29 @@ def test_measuring_needs_no_gpu():
     report = measure_kernels(CONFIG, tensor_parallel_size=2, num_tokens=64, sequence_length=32)
     assert report.headings[:2] == ["", "MiB"]
     assert len(report.rows) == 15
+
+
+@pytest.mark.slow
+def test_what_is_timed_on_a_gpu_by_a_made_up_clock(monkeypatch):
+    """Every candidate runs; what it is by the clock is made up: half a second each, but a copy of two seconds."""
+
+    def clock(candidates, repetitions):
+        for run in candidates.values():
+            run()
+        return {name: [2.0 if name == "copy" else 0.5] * repetitions for name in candidates}
+
+    monkeypatch.setattr(kernel_times, "time_on_gpu", clock)
+    monkeypatch.setattr(kernel_times, "_COPIED_BYTES", 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
+    times = kernel_times.time_cases(share_of(CONFIG, 2, 64, 32), 2, torch.device("cpu"))
+    assert times.copy_gb_per_second == pytest.approx(1024e-9)
+    assert times.fused["rotary"] == 0.5e6
+    # beside a copy of as many bytes
+    assert times.cells(times, "rotary")[-1] == "400%"
+    # q and k of the whole model's heads on two processes, read and written, and two tables
+    moved = 2 * (2 * 64 * 64 + 2 * 32 * 16)
+    assert times.gb_per_second["rotary"] == pytest.approx(moved / 0.5 / 1e9)
+    blocks = kernel_times.time_block(CONFIG, 2, 64, 32, 2, torch.device("cpu"))
+    assert set(blocks.milliseconds) == {"fused", "plain", "fused compiled", "plain compiled", "full_rank"}
+    assert list(blocks.in_words())[1].startswith("over fused: plain 1.00")
