@@ -175,10 +175,11 @@ class TracedLayer(nn.Module):
 
 @cache
 def _compiled(backend: str) -> Callable[..., Any]:
-    # torch's overloads leave out the limit
-    compiled: Callable[..., Any] = torch.compile(  # type: ignore[call-overload]
-        _run, fullgraph=True, backend=backend, recompile_limit=MOST_GRAPHS
-    )
+    options: dict[str, Any] = {"fullgraph": True, "backend": backend}
+    # torch before 2.13 has one limit for all that is compiled
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = MOST_GRAPHS
+    compiled: Callable[..., Any] = torch.compile(_run, **options)
     return compiled
 
 
