@@ -6,19 +6,18 @@ Operators that communicate are single calls of the graph, counted and timed wher
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.func import functional_call
+from torch import nn
 from typing_extensions import override
 
 from lightning_boost.layout import Decoder
-from lightning_boost.recompute.layers import CACHES, RecomputedForward
+from lightning_boost.recompute.layers import CACHES, RecomputedForward, train_without_cache
 from lightning_boost.tensor_parallel.local_parameter import local
 from lightning_boost.torch_internals import private
 
@@ -39,6 +38,7 @@ def compile_layers(decoder: Decoder) -> None:
     """
     for layer in decoder.layers.values():
         compile_layer(layer)
+    train_without_cache(decoder)
 
 
 def compile_layer(layer: nn.Module) -> None:
@@ -109,7 +109,8 @@ class CompiledForward:
         if self._runs_as_it_is(args, kwargs):
             return self._plain()(*args, **kwargs)
         try:
-            return _compiled(BACKEND)(self.traced, self.traced.local_parameters(), args, kwargs)
+            with self.traced.local_parameters():
+                return _compiled(BACKEND)(self.traced, *args, **kwargs)
         except torch._dynamo.exc.Unsupported as error:
             name = type(self.traced.layer).__name__
             raise RuntimeError(
@@ -139,8 +140,10 @@ class TracedLayer(nn.Module):
         self.layer = layer
         self.recomputed = recomputed
         self._places = [
-            (f"layer.{name}", layer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-            for name, _ in layer.named_parameters()
+            (module, leaf)
+            for module in layer.modules()
+            for leaf, each in module._parameters.items()
+            if each is not None
         ]
 
     @override
@@ -150,24 +153,35 @@ class TracedLayer(nn.Module):
             return self.recomputed.traced(*args, **kwargs)
         return type(self.layer).forward(self.layer, *args, **kwargs)
 
-    def local_parameters(self) -> dict[str, Tensor]:
-        """Return this process's share of each parameter on a tensor axis, by names from here; empty without one.
+    @contextmanager
+    def local_parameters(self) -> Iterator[None]:
+        """Put this process's shares in the places of parameters on a tensor axis, for the time of a call.
 
-        They are made outside of the graph: torch cannot cut a graph for recompute in which DTensors are read.
+        A compiler must not see the DTensors themselves: torch cannot cut a graph for recompute in which they are read,
+        and what a graph refers to cannot be moved to a device as a DTensor is.
         """
         # looked up anew: a data axis puts other ones in their places for the time of a call
-        found = ((name, getattr(owner, leaf)) for name, owner, leaf in self._places)
-        return {name: local(each) for name, each in found if isinstance(each, DTensor)}
+        found: list[tuple[dict[str, Any], str, Any]] = [
+            (owner._parameters, leaf, owner._parameters[leaf]) for owner, leaf in self._places
+        ]
+        try:
+            for parameters, leaf, parameter in found:
+                parameters[leaf] = local(parameter)
+            yield
+        finally:
+            for parameters, leaf, parameter in found:
+                parameters[leaf] = parameter
 
 
 @cache
 def _compiled(backend: str) -> Callable[..., Any]:
-    # torch's overloads leave out the limit
-    compiled: Callable[..., Any] = torch.compile(  # type: ignore[call-overload]
-        _run, fullgraph=True, backend=backend, recompile_limit=MOST_GRAPHS
-    )
+    options: dict[str, Any] = {"fullgraph": True, "backend": backend}
+    # torch before 2.13 has one limit for all that is compiled
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = MOST_GRAPHS
+    compiled: Callable[..., Any] = torch.compile(_run, **options)
     return compiled
 
 
-def _run(traced: TracedLayer, parameters: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return functional_call(traced, parameters, args, kwargs) if parameters else traced(*args, **kwargs)
+def _run(traced: TracedLayer, *args: Any, **kwargs: Any) -> Any:
+    return traced(*args, **kwargs)

@@ -45,6 +45,11 @@ def recompute_layers(
     for index in options.choose(len(layers)):
         # a hook cannot wrap forward, and a derived class would be another type, with another name and pickled otherwise
         vars(layers[index])["forward"] = RecomputedForward(layers[index], keeping)
+    train_without_cache(decoder)
+
+
+def train_without_cache(decoder: Decoder) -> None:
+    """Let a Hugging Face decoder make no cache in training, unless it is asked for one: its layers would extend it."""
     owner = decoder.layout.layers.rpartition(".")[0]
     decoder.root.get_submodule(owner).register_forward_pre_hook(_make_no_cache, with_kwargs=True)
 

@@ -271,6 +271,8 @@ def _fit(compiles, folder, after=None, *, epochs=1, callbacks=()):
     )
     trainer.fit(module, loader(), loader(1), ckpt_path=after)
     trainer.save_checkpoint(folder / f"{compiles}-{epochs}")
+    # moves parameters
+    trainer.validate(module, loader(1), verbose=False)
     return {name: whole(weight) for name, weight in module.named_parameters()}, compilation.BACKEND.frame_count
 
 

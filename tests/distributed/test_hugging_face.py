@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lightning_boost import BoostParallelStrategy, LowRankLinear
+from lightning_boost import BoostParallelStrategy, LowRankLinear, compilation
 from lightning_boost.benchmark.live_memory import LiveMemory
 from lightning_boost.collectives import count_collectives
 from lightning_boost.cost import CHUNKS
@@ -147,6 +147,7 @@ def _life(family, strategy, loss_from="model", options=None, checkpointing=False
         ("qwen3", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "model"),
         ("llama", {"tensor_parallel_size": 4}, "model"),
         ("llama", {"tensor_parallel_size": 2, "recompute": "low_rank"}, "model"),
+        pytest.param("qwen3", {"tensor_parallel_size": 2, "compile": True}, "model", marks=pytest.mark.slow),
         ("qwen3", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "recompute": "low_rank"}, "model"),
         (
             "mistral",
@@ -155,7 +156,8 @@ def _life(family, strategy, loss_from="model", options=None, checkpointing=False
         ),
     ],
 )
-def test_a_model_of_the_library_is_trained_exactly(family, strategy, loss_from):
+def test_a_model_of_the_library_is_trained_exactly(family, strategy, loss_from, monkeypatch):
+    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
     options = {"num_key_value_heads": 2} if strategy["tensor_parallel_size"] == 4 else {}
     processes = strategy["tensor_parallel_size"] * strategy.get("pipeline_parallel_size", 1)
     processes *= strategy.get("data_parallel_size", 1)
