@@ -36,7 +36,7 @@ TINY = [
 LAUNCHES = {
     "full_rank": (2, 2),
     "vanilla": (7, 4),
-    "vanilla_sharded": (9, 9),
+    "vanilla_sharded": (6, 6),
     "bottleneck": (4, 4),
     "peers": (7, 7),
     "as it is": (4, 4),
