@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_boost import LowRankLanguageModel, collectives, communication_trace
 from lightning_boost.callbacks import communication_profiler
 from lightning_boost.callbacks.sampled_steps import StepSampler
-from lightning_boost.collectives import Label, all_reduce, register_group, start_all_reduce
+from lightning_boost.collectives import Label, all_reduce, start_all_reduce
 from lightning_boost.communication_trace import CommunicationTrace
 from tests.models import small_config
 from tests.processes import run_processes
@@ -93,8 +93,7 @@ def gpu(monkeypatch):
     _put_in(gpu, monkeypatch.setattr)
     monkeypatch.setattr(communication_trace, "time", gpu)
     monkeypatch.setattr(collectives, "dist", gpu)
-    monkeypatch.setattr(collectives, "_groups", {})
-    register_group(SimpleNamespace(group_name="t"))
+    monkeypatch.setattr(collectives, "_groups", {"t": SimpleNamespace(group_name="t")})
     return gpu
 
 
