@@ -139,7 +139,7 @@ def parity(
         "crossing_gate": crossing_gate,
     }
     if matrix:
-        return _matrix(model, scheme, precision, steps, json)
+        return _matrix(model, scheme, kernels, precision, steps, json)
     with contextlib.redirect_stdout(sys.stderr):
         report = check_parity(
             model_config(shape=shape, **model),
@@ -215,9 +215,11 @@ def _show(report: ParityReport, model: str) -> None:
     console.print("PARITY HOLDS" if report.passed else "PARITY FAILS")
 
 
-def _matrix(model: Mapping[str, Any], scheme: SchemeName, precision: Precision, steps: int, json: bool) -> int:
+def _matrix(
+    model: Mapping[str, Any], scheme: SchemeName, kernels: KernelMode, precision: Precision, steps: int, json: bool
+) -> int:
     """Run every cell in processes of its own, since each needs another number of them."""
-    options = {**model, "scheme": scheme, "precision": precision, "steps": steps}
+    options = {**model, "scheme": scheme, "kernels": kernels, "precision": precision, "steps": steps}
     reports: dict[str, dict[str, dict[str, Any]]] = {}
     for shape in SHAPES:
         reports[shape] = {}

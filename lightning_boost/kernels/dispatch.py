@@ -25,6 +25,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 KernelMode = Literal["auto", "reference", "triton"]
 MODES = get_args(KernelMode)
 
+_HAS_TRITON = find_spec("triton") is not None
+"""Looked up once: kernels are chosen at every call."""
+
 _mode = "auto"
 _chosen: frozenset[str] = frozenset(KERNELS)
 
@@ -83,7 +86,7 @@ def check_kernels(kernels: KernelMode | Sequence[str]) -> None:
         raise ValueError(f"kernels ({unknown[0]!r} in the list) must be names from {known}.")
     if kernels != "triton":
         return
-    if find_spec("triton") is None:
+    if not _HAS_TRITON:
         raise ValueError("kernels ('triton') needs Triton, which is not installed: pip install triton, or set 'auto'.")
     if not torch.cuda.is_available() and not is_interpreting():
         raise ValueError(
@@ -106,7 +109,7 @@ def _why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
         return f"on {device.type}"
     if dtype not in DTYPES:
         return f"in {str(dtype).removeprefix('torch.')}"
-    if find_spec("triton") is None:
+    if not _HAS_TRITON:
         return "Triton is not installed"
     return None
 

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 
+from lightning_boost.commands import parity
 from lightning_boost.kernels import dispatch, functions, operators, reference
 from lightning_boost.kernels.dispatch import KERNELS, choose_kernels, describe_kernels, implementation, why_not
 from tests.kernels.closeness import random
@@ -98,7 +99,7 @@ def test_triton_without_a_gpu_or_interpreter_is_refused(monkeypatch):
 
 
 def test_triton_that_is_not_installed_is_told(monkeypatch):
-    monkeypatch.setattr(dispatch, "find_spec", lambda _: None)
+    monkeypatch.setattr(dispatch, "_HAS_TRITON", False)
     with pytest.raises(ValueError, match="not installed"):
         choose_kernels("triton")
 
@@ -133,3 +134,19 @@ def test_operators_tell_shapes_without_values():
         for fake, real in pairs:
             if real is not None:
                 assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride()), case.name
+
+
+def test_the_choice_of_a_kernel_is_no_break_of_a_compilers_graph(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    choose_kernels("triton")
+    gate, up = random(2, 40).requires_grad_(), random(2, 40, seed=1)
+    compiled = torch.compile(functions.gated_activation, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(gate, up, "silu"), functions.gated_activation(gate, up, "silu"))
+
+
+def test_every_cell_of_paritys_matrix_takes_the_kernels_that_are_asked_for(monkeypatch):
+    passed = {"passed": True, "worst_gradient_relative_error": 1e-7, "worst_weight_relative_error": 1e-7}
+    asked = []
+    monkeypatch.setattr(parity, "_run_cell", lambda options, *_: asked.append(options["kernels"]) or passed)
+    assert parity.parity(matrix=True, kernels="reference") == 0
+    assert set(asked) == {"reference"}
