@@ -122,14 +122,16 @@ def share_of(config: LlamaConfig, tensor_parallel_size: int, num_tokens: int, se
 class _LossMemory(UncomputedProducts):
     """Follows the loss's memory; where kernels are fused, they are looked at instead of run."""
 
+    def __init__(self, *, is_fused: bool) -> None:
+        super().__init__()
+        self.is_fused = is_fused
+
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in FAKES or not self.is_fused:
             return super().__torch_dispatch__(func, types, args, kwargs)
         with self:
             return FAKES[func](*args, **(kwargs or {}))
-
-    is_fused = False
 
 
 def loss_buffers(config: LlamaConfig, tensor_parallel_size: int, num_tokens: int, *, is_fused: bool) -> dict[str, int]:
@@ -140,8 +142,7 @@ def loss_buffers(config: LlamaConfig, tensor_parallel_size: int, num_tokens: int
     targets = torch.zeros(num_tokens, dtype=torch.int64)
 
     def peak(*needed: bool) -> int:
-        memory = _LossMemory()
-        memory.is_fused = is_fused
+        memory = _LossMemory(is_fused=is_fused)
         with memory:
             torch.ops.lightning_boost.vocabulary_loss(
                 hidden, weight, targets, torch.ones(()), config.vocab_size, 0.0, needed, group
