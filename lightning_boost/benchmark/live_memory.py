@@ -1,5 +1,6 @@
 """Counts the bytes of all tensors that were made since, and are alive."""
 
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,13 @@ from lightning_boost.kernels.library import NAMESPACE
 
 _KERNEL = torch._C.DispatchKey.CompositeExplicitAutograd
 """Under which this package's operators are registered."""
+
+
+_STILL_FOR = 0.1
+"""Seconds without a change after which nothing more is awaited."""
+
+_READ_EVERY = 0.01
+"""Seconds."""
 
 
 class LiveMemory(TorchDispatchMode):
@@ -31,6 +39,19 @@ class LiveMemory(TorchDispatchMode):
         """The most that were alive at a time."""
 
         self._known: dict[int, weakref.ref[Any]] = {}
+
+    def settled(self) -> int:
+        """Return the bytes that are alive, once they have not changed for a tenth of a second.
+
+        A backend's own thread may hold what it has summed for a moment after the collective has ended; on a busy
+        machine that thread waits for its turn.
+        """
+        bytes_, since = self.bytes, time.monotonic()
+        while time.monotonic() - since < _STILL_FOR:
+            time.sleep(_READ_EVERY)
+            if self.bytes != bytes_:
+                bytes_, since = self.bytes, time.monotonic()
+        return bytes_
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,11 +1,9 @@
 """``benchmark recompute``: what a block keeps, what it takes, and memory saved for each millisecond added."""
 
-import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from lightning_boost.benchmark.blocks import (
     DTYPES,
@@ -43,7 +41,6 @@ BASELINE = "vanilla_sharded, block"
 """Whose memory saved for each millisecond others are compared with."""
 
 _MIB = 2**20
-_MOMENT = 0.05
 
 
 class Saving(NamedTuple):
@@ -97,10 +94,7 @@ def _count(block: Block) -> tuple[int, int]:
     memory = LiveMemory()
     with memory:
         y = block.forward()
-    # a backend's own thread may hold what it has summed a moment longer
-    dist.barrier()
-    time.sleep(_MOMENT)
-    kept = memory.bytes
+    kept = memory.settled()
     del y
     return kept, log.total().launches
 

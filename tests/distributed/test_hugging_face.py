@@ -203,7 +203,7 @@ def _recomputed(family, sizes, options, call):
     torch.manual_seed(1)
     with count_collectives() as log, LiveMemory() as live:
         output = model(**masked_batch(VOCAB), **call)
-        kept = live.bytes
+        kept = live.settled()
         output.loss.backward()
     gradients = {name: whole(parameter.grad).numpy() for name, parameter in model.named_parameters()}
     return output.loss.item(), gradients, {tuple(key): traffic for key, traffic in log.traffic.items()}, kept

@@ -1,13 +1,11 @@
 """What recompute keeps of a block, and what its second run moves, counted beside the formulas."""
 
 import gc
-import time
 from dataclasses import replace
 from functools import partial
 from math import ceil
 
 import pytest
-import torch.distributed as dist
 
 from lightning_boost.benchmark.live_memory import LiveMemory
 from lightning_boost.cost import kept_values
@@ -24,10 +22,7 @@ def _values_of_a_block(config, recompute, size, **shape):
         model, _ = recomputed_model(replace(config, num_hidden_layers=layers), recompute, tensor=size)
         with LiveMemory() as live:
             loss = model(**masked_batch(config.vocab_size, **shape))
-            # gloo's own thread holds what it has summed a moment longer
-            dist.barrier()
-            time.sleep(0.05)
-            kept.append(live.bytes / 4)
+            kept.append(live.settled() / 4)
             loss.backward()
     return kept[1] - kept[0]
 
@@ -111,7 +106,7 @@ def _left_over(recompute):
         loss = model(**masked_batch(131))
         kept = live.bytes
         del loss
-        return kept, live.bytes
+        return kept, live.settled()
 
 
 @pytest.mark.parametrize("options", [LOW_RANK, SHARDED])

@@ -1,5 +1,6 @@
 """What a process holds of a model that is trained, counted beside formulas and beside what is followed."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -76,6 +77,18 @@ def test_what_an_operator_makes_inside_is_followed():
     reduced = 4 * 5 * (3 + 8)  # latents and the statistic's columns
     assert live.bytes == z.nbytes + rho.nbytes
     assert live.peak >= live.bytes + reduced
+
+
+def test_what_another_thread_still_holds_is_waited_for():
+    held = []
+    let_go = threading.Timer(0.05, held.clear)
+    with LiveMemory() as live:
+        held.append(torch.zeros(10))
+        kept = torch.zeros(3)
+    let_go.start()
+    assert live.bytes == 4 * 13
+    assert live.settled() == kept.nbytes
+    let_go.join()
 
 
 def test_memory_is_shown_and_beside_the_paper_s_where_that_is_the_same_model(capfd, monkeypatch):
