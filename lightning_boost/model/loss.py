@@ -1,6 +1,7 @@
 """Cross-entropy of the next token."""
 
 from collections.abc import Mapping, MutableMapping
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import torch
@@ -130,6 +131,9 @@ def with_loss(output: Any, loss: Tensor) -> Any:
         return make([loss, *output[1:]])
     if isinstance(output, MutableMapping) and not hasattr(output, "loss"):
         output["loss"] = loss
-    else:
+        return output
+    try:
         output.loss = loss
+    except FrozenInstanceError:
+        return replace(output, loss=loss)
     return output

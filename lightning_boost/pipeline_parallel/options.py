@@ -32,8 +32,15 @@ class PipelineOptions:
     def __post_init__(self) -> None:
         _check_whole("num_microbatches", self.num_microbatches)
         _check_whole("virtual_stages", self.virtual_stages)
-        for count in self.layers_per_stage or ():
-            _check_whole("each of layers_per_stage", count)
+        if self.layers_per_stage is not None:
+            if isinstance(self.layers_per_stage, str) or not isinstance(self.layers_per_stage, Sequence):
+                raise ValueError(
+                    f"layers_per_stage ({self.layers_per_stage!r}) must be a list of whole numbers, one for each stage."
+                )
+            for count in self.layers_per_stage:
+                _check_whole("each of layers_per_stage", count)
+            # equal however it was written
+            object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
         if self.schedule not in SCHEDULES:
             zero_bubble = any(word in str(self.schedule).lower() for word in ("zero", "zb", "dual"))
             raise ValueError(

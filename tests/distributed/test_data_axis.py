@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -225,6 +226,12 @@ class _LogitsAndLoss(NamedTuple):
     loss: torch.Tensor
 
 
+@dataclass(frozen=True)
+class _Frozen:
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
 class _OwnLoss(LlamaForCausalLM):
     """Takes its loss from logits, as Hugging Face's models do, and returns it in one of their forms."""
 
@@ -239,6 +246,7 @@ class _OwnLoss(LlamaForCausalLM):
         forms = {
             "mapping": dict,
             "object": SimpleNamespace,
+            "frozen": _Frozen,
             "tuple": lambda loss, logits: (loss, logits),
             "named_tuple": _LogitsAndLoss,
             "logits_first": lambda loss, logits: (logits, loss),
@@ -277,7 +285,7 @@ def _own_loss_errors(form, data_axis, tensor, plant=None, nothing_on_one=False):
     } | gradient_errors(model, reference)
 
 
-@pytest.mark.parametrize("form", ["alone", "mapping", "object", "tuple", "named_tuple"])
+@pytest.mark.parametrize("form", ["alone", "mapping", "object", "frozen", "tuple", "named_tuple"])
 def test_a_loss_of_the_model_s_own_is_weighed_by_tokens(form):
     """In evaluation it is the replica's own."""
     for errors in run_processes(_own_loss_errors, 2, form, "shard" if form == "object" else "replicate", 1):

@@ -1,5 +1,6 @@
 """Layers on stages, and batches in micro-batches."""
 
+from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ import torch
 
 from lightning_boost.config import IGNORED_LABEL
 from lightning_boost.layout import find_decoder
-from lightning_boost.model.loss import loss_of
+from lightning_boost.model.loss import loss_of, with_loss
 from lightning_boost.pipeline_parallel.microbatches import bind, cut_batch
 from lightning_boost.pipeline_parallel.options import PipelineOptions
 from lightning_boost.pipeline_parallel.outputs import LossOutput, merge_outputs
@@ -74,6 +75,8 @@ def test_a_weight_in_two_layers_is_refused(share):
         ({"num_microbatches": 2.5}, r"num_microbatches \(2\.5\) must be a whole number"),
         ({"virtual_stages": True}, r"virtual_stages \(True\) must be a whole number"),
         ({"layers_per_stage": [2, "2"]}, r"each of layers_per_stage \('2'\) must be a whole number"),
+        ({"layers_per_stage": 2}, r"layers_per_stage \(2\) must be a list of whole numbers, one for each stage"),
+        ({"layers_per_stage": "22"}, r"layers_per_stage \('22'\) must be a list of whole numbers"),
         ({"schedule": "fast"}, "must be one of '1f1b', 'gpipe', 'interleaved_1f1b'"),
         ({"virtual_stages": 2}, r"virtual_stages \(2\) must be at least 2 with .* 'interleaved_1f1b', and 1 with"),
         ({"schedule": "interleaved_1f1b"}, r"virtual_stages \(1\) must be at least 2"),
@@ -88,6 +91,10 @@ def test_what_a_pipeline_cannot_be_is_refused(options, message):
     """known_failures A13."""
     with pytest.raises(ValueError, match=message):
         PipelineOptions(**options).check(4)
+
+
+def test_layers_are_the_same_however_their_numbers_are_written():
+    assert PipelineOptions(layers_per_stage=[2, 2]) == PipelineOptions(layers_per_stage=(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -188,11 +195,23 @@ def test_what_is_no_batch_of_tokens_is_refused():
         merge_outputs([object()], cut_batch({"input_ids": torch.zeros(2, 3)}, 1))
 
 
+@dataclass(frozen=True)
+class _FrozenOutput:
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
 @pytest.mark.parametrize("holder", [lambda loss: loss, lambda loss: (loss, 1), lambda loss: {"loss": loss}, LossOutput])
 def test_a_loss_is_found_where_models_return_it(holder):
     loss = torch.tensor(2.0)
     assert loss_of(holder(loss)) is loss
     assert loss_of(holder(torch.zeros(3))) is None
+
+
+def test_another_loss_stands_in_an_output_that_cannot_be_changed():
+    output, loss = _FrozenOutput(torch.tensor(2.0), torch.zeros(3)), torch.tensor(5.0)
+    assert with_loss(output, loss) == _FrozenOutput(loss, output.logits)
+    assert loss_of(output) == 2
 
 
 def test_a_loss_is_all_that_an_output_with_labels_holds():
