@@ -15,7 +15,7 @@ NEEDED = ("lightning", "datasets", "jsonargparse", "torchmetrics", "rich", "safe
 
 
 def main() -> int:
-    """Return how many kernels failed."""
+    """Return 1 if a kernel has failed."""
     # not as a part of `tests`: an environment may have a package of that name
     sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
     if not all(map(find_spec, NEEDED)):
