@@ -5,12 +5,13 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart test check format
+.PHONY: help quickstart test test-lowest check format
 .PHONY: check-format check-lint check-types check-spelling check-architecture
 
 help:
 	@echo "make quickstart   train a small model on the CPU"
 	@echo "make test         run the tests"
+	@echo "make test-lowest  run the unit tests with the lowest versions that are allowed"
 	@echo "make check        format, lint, types, spelling, import floors"
 	@echo "make format       format the code and sort its imports"
 	@echo "ARGS=\"...\" is handed on by quickstart and test; PYTHON=... makes .venv, where all of them work."
@@ -20,6 +21,15 @@ quickstart: $(INSTALLED)
 
 test: $(INSTALLED)
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+# the extra hf is left out: what it needs asks for newer ones
+test-lowest:
+	@$(PYTHON) -m venv .venv-lowest
+	@sed -n '/^dependencies/,/^dev =/p' pyproject.toml | grep -oE '"[a-z-]+[0-9]?(\[[a-z]+\])?>=[0-9.]+' \
+		| sed -E 's/"|\[[a-z]+\]//g; s/>=/==/' > .venv-lowest/constraints.txt
+	@.venv-lowest/bin/python $(PIP_INSTALL) --editable ".[tokenizers,charts]" pytest pytest-xdist \
+		--constraint .venv-lowest/constraints.txt
+	@.venv-lowest/bin/python -m pytest --numprocesses 2 --dist loadfile tests/unit tests/kernels $(ARGS)
 
 check: check-format check-lint check-types check-spelling check-architecture
 

@@ -358,3 +358,11 @@ def test_planted_break_is_reported_once_with_its_line(rule: Rule, path: str, tex
 @pytest.mark.parametrize(("rule", "path", "text"), KEEPS, ids=short_name)
 def test_allowed_use_is_not_reported(rule: Rule, path: str, text: str, tmp_path: Path) -> None:
     assert not findings(rule, plant(tmp_path, path, text))
+
+
+def test_contributors_read_of_the_same_floors() -> None:
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (.+?) \|", text, flags=re.MULTILINE)
+    assert [(int(number), set(re.findall(r"`(\w+)`", parts))) for number, parts in rows] == [
+        (number, parts) for number, parts in enumerate(FLOORS) if "__main__" not in parts
+    ]
