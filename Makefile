@@ -18,8 +18,9 @@ help:
 quickstart: $(INSTALLED)
 	@$(BIN)/python -m lightning_boost fit --config recipes/quickstart.yaml $(ARGS)
 
+# files start in the order of their names, so that the many short ones of tests/unit even out the end
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: check-format check-lint check-types check-spelling check-architecture
 
