@@ -19,8 +19,9 @@ help:
 quickstart: $(INSTALLED)
 	@$(BIN)/python -m lightning_boost fit --config recipes/quickstart.yaml $(ARGS)
 
+# files start in the order of their names, so that the many short ones of tests/unit even out the end
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # the extra hf is left out: what it needs asks for newer ones
 test-lowest:

@@ -7,6 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+# files run beside one another and start processes: threads beyond the cores spin while they wait for each other
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start
+
 if not torch.cuda.is_available():
     # before anything imports triton: its own functions look at it, too
     os.environ["TRITON_INTERPRET"] = "1"

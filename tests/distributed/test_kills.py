@@ -16,7 +16,7 @@ from tests.models import whole
 from tests.processes import run_processes
 from tests.users_module import UsersModule, loader, trainer_for
 
-STEPS = 30
+STEPS = 20
 LONGEST_DELAY = 0.3
 """Seconds from a round's first save until the kill: several saves, each of which is most of its step."""
 
@@ -57,17 +57,19 @@ def _newest(folder):
 
 
 def _train(folder, processes, way, victims=(), delay=0.0):
+    """Go on from the newest checkpoint to the end; return the last step and the weights. A run of no way saves none."""
     torch.manual_seed(0)
     module = UsersModule()
+    callbacks = [_IsKilled(victims, delay)] + ([] if way is None else [_saving(folder, way)])
     trainer = trainer_for(
         strategy=BoostParallelStrategy(processes, save_in_background=way == "link"),
         max_steps=STEPS,
         max_epochs=-1,
-        enable_checkpointing=True,
-        callbacks=[_IsKilled(victims, delay), _saving(folder, way)],
+        enable_checkpointing=way is not None,
+        callbacks=callbacks,
     )
     # where none is there yet, "last" is none
-    trainer.fit(module, loader(), ckpt_path=_newest(folder) if way == "step" else "last")
+    trainer.fit(module, loader(), ckpt_path={None: None, "step": _newest(folder)}.get(way, "last"))
     return trainer.global_step, {name: whole(weight).detach().numpy() for name, weight in module.named_parameters()}
 
 
@@ -83,7 +85,7 @@ def _kill(folder, way, generator):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    return run_processes(_train, 2, tmp_path_factory.mktemp("uninterrupted"), 2, "last")[0]
+    return run_processes(_train, 2, tmp_path_factory.mktemp("uninterrupted"), 2, None)[0]
 
 
 @pytest.mark.parametrize(

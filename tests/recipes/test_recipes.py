@@ -26,6 +26,7 @@ from lightning_boost.layout import find_decoder
 from lightning_boost.model.llama import LlamaForCausalLM
 from lightning_boost.tensor_parallel.check import legal_sizes
 from tests.checkpoints import write_model
+from tests.command_line import run_command
 from tests.models import small_config
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,9 @@ LAX = RECIPES / "low_rank" / "lax.yaml"
 LOGGERS = sorted((RECIPES / "loggers").glob("*.yaml"))
 SEQUENCES, TOKENS = 512, 256
 """Of a step of CoLA's published runs, and of a sequence."""
+
+SHORT_SAMPLE = "--trainer.callbacks.sample_tokens=3"
+"""Of the RunSummary, which is the last callback."""
 
 PUBLISHED = {
     "cola_60m": (6e-3, 10_000, 2_000),
@@ -234,11 +238,17 @@ def test_a_logger_that_is_not_installed_is_told_in_one_sentence(name, capsys, mo
     assert "Subtypes" not in error
 
 
-def _fit(folder, *arguments):
+def _fit(folder, processes, *arguments):
+    """Train two steps with a recipe's own options, but for the arguments."""
+    assert "max_steps=2` reached" in run_command(folder, "fit", *arguments, processes=processes)
+
+
+def test_the_layout_of_two_processes_trains_as_a_user_starts_it(tmp_path):
+    """Lightning starts the second process; that other layouts' processes train is seen in forked ones."""
     environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_boost", "fit", *arguments],
-        cwd=folder,
+        [sys.executable, "-m", "lightning_boost", "fit", *_short_run("two_cpu_processes")],
+        cwd=tmp_path,
         env={**environment, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -249,20 +259,23 @@ def _fit(folder, *arguments):
     assert "max_steps=2` reached" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["two_cpu_processes", pytest.param("four_cpu_processes", marks=pytest.mark.slow), "four_cpu_processes_pipeline"],
-)
-def test_a_layout_for_cpus_trains(tmp_path, layout):
-    _fit(
-        tmp_path,
+def _short_run(layout):
+    return [
         f"--config={QUICKSTART}",
         f"--config={RECIPES / 'parallel' / layout}.yaml",
         "--trainer.max_steps=2",
         "--trainer.num_sanity_val_steps=0",
         "--trainer.limit_val_batches=1",
         "--model.config.num_hidden_layers=2",
-    )
+        SHORT_SAMPLE,
+    ]
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param("four_cpu_processes", marks=pytest.mark.slow), "four_cpu_processes_pipeline"]
+)
+def test_a_layout_for_cpus_trains(tmp_path, layout):
+    _fit(tmp_path, 4, *_short_run(layout))
 
 
 def test_latents_cross_in_the_quickstart(tmp_path):
@@ -270,6 +283,7 @@ def test_latents_cross_in_the_quickstart(tmp_path):
     assert _model_config(composed).low_rank == LowRankConfig(kind="lax", bottleneck_size=64)
     _fit(
         tmp_path,
+        2,
         f"--config={QUICKSTART}",
         f"--config={LAX}",
         "--trainer.max_steps=2",
@@ -277,6 +291,7 @@ def test_latents_cross_in_the_quickstart(tmp_path):
         "--trainer.val_check_interval=2",
         "--model.config.num_hidden_layers=2",
         "--data.sequence_length=32",
+        "--trainer.callbacks.sample_tokens=40",  # more than the context
     )
 
 
@@ -311,6 +326,7 @@ def test_fine_tuning_on_answers_trains_and_validates(tmp_path, layout):
     (tmp_path / "recipes").symlink_to(RECIPES)
     _fit(
         tmp_path,
+        4 if layout else 2,
         f"--config={QUICKSTART}",
         f"--config={ANSWERS}",
         *([f"--config={RECIPES / 'parallel' / layout}.yaml"] if layout else []),
@@ -356,6 +372,7 @@ def test_pretraining_trains_and_validates_on_local_text(tmp_path, layout):
     _write_local_streams(tmp_path / "local.yaml")
     _fit(
         tmp_path,
+        4 if layout else 1,
         f"--config={RECIPES / 'pretrain' / 'cola_60m.yaml'}",
         f"--config={RECIPES / 'model' / 'cola_60m.yaml'}",
         *([f"--config={RECIPES / 'parallel' / layout}.yaml"] if layout else []),
@@ -388,6 +405,7 @@ def test_fine_tuning_starts_from_a_checkpoint(tmp_path, layout):
     write_model(tmp_path / "model", small_config(vocab_size=257))
     _fit(
         tmp_path,
+        4 if layout else 1,
         f"--config={RECIPES / 'finetune' / 'from_checkpoint.yaml'}",
         *([f"--config={RECIPES / 'parallel' / layout}.yaml"] if layout else []),
         "--model.checkpoint=model",
