@@ -180,8 +180,7 @@ class VanillaMember(GroupMember, CommunicatingPair):
 
         ``latents`` of the layer, where latents cross.
         """
-        z = activated(super().forward(outputs), self, latents, self.group, self.chunk)
-        return reduced(z, self, self.group, self.chunk)
+        return expand_reduce(activate_part(super().forward(outputs), self, latents, self.group, self.chunk), self)
 
 
 class VanillaNorm(GroupedNorm):
@@ -217,10 +216,10 @@ class VanillaLinear(CommunicatingPair):
         """Map ``[…, in]`` to ``[…, out]``; ``latents`` of the layer, where latents cross."""
         z = into_bottleneck(x, [self.local_a()], self.group, self.chunk)
         z = z.view(*x.shape[:-1], z.shape[-1])
-        return reduced(activated(z, self, latents, self.group, self.chunk), self, self.group, self.chunk)
+        return expand_reduce(activate_part(z, self, latents, self.group, self.chunk), self)
 
 
-def activated(a: Tensor, pair: FactorPair, latents: LayerLatents | None, group: str, chunk: str) -> Tensor:
+def activate_part(a: Tensor, pair: FactorPair, latents: LayerLatents | None, group: str, chunk: str) -> Tensor:
     """Apply a pair's σ to this process's part of its latent, ``[…, R/tp]``.
 
     Where latents cross, a gate and a norm need the latent whole: it is gathered, all of it is activated and given on,
@@ -247,9 +246,9 @@ def into_bottleneck(x: Tensor, factors_a: Sequence[Tensor], group: str, chunk: s
     return z
 
 
-def reduced(z: Tensor, pair: FactorPair, group: str, chunk: str) -> Tensor:
+def expand_reduce(z: Tensor, pair: CommunicatingPair) -> Tensor:
     """Map this process's latents ``[…, R/tp]`` to a pair's whole output ``[…, out]``, the bias added once."""
-    factor_b, bias = pair.local_b(group, chunk), pair.output_bias()
-    y: Tensor = ProjectReduce.apply(z.flatten(0, -2), factor_b.to(z.dtype), group, chunk)
+    factor_b, bias = pair.local_b(pair.group, pair.chunk), pair.output_bias()
+    y: Tensor = ProjectReduce.apply(z.flatten(0, -2), factor_b.to(z.dtype), pair.group, pair.chunk)
     y = y.view(*z.shape[:-1], y.shape[-1])
     return y if bias is None else y + local(bias).to(y.dtype)

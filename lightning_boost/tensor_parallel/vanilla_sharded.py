@@ -41,7 +41,7 @@ from lightning_boost.tensor_parallel.bottleneck import CommunicatingPair, LowRan
 from lightning_boost.tensor_parallel.handing_out import GroupMember, hand_out
 from lightning_boost.tensor_parallel.library import apply, gemm_dtype, gemm_flops, operator
 from lightning_boost.tensor_parallel.local_parameter import local
-from lightning_boost.tensor_parallel.vanilla import VanillaNorm, activated, reduced
+from lightning_boost.tensor_parallel.vanilla import VanillaNorm, activate_part, expand_reduce
 
 Places = list[tuple[slice, slice]]
 """Of each projection of a group: its rows of ``B`` on a process, and their columns in what is scattered to it."""
@@ -283,7 +283,7 @@ class ShardedVanillaNorm(VanillaNorm):
         """Map ``[…, D]`` to what projections take their ``[…, out/tp]`` from; ``latents`` where they cross."""
         members: list[LowRankMember] = self.members
         parts = [
-            activated(z, member, latents, self.group, self.chunk)
+            activate_part(z, member, latents, self.group, self.chunk)
             for z, member in zip(self.latents(x), members, strict=True)
         ]
         factors_b = [member.upright(local(member.factor(member.names.factor_b))) for member in members]
@@ -327,5 +327,5 @@ class ShardedVanillaLinear(CommunicatingPair):
         if rows.shape[1] < share:
             rows = pad(rows, (0, share - rows.shape[1]))
         z = GatherProject.apply(rows, factor_a.to(dtype), self.group, self.chunk)
-        y = reduced(activated(z, self, latents, self.group, self.chunk), self, self.group, self.chunk)
+        y = expand_reduce(activate_part(z, self, latents, self.group, self.chunk), self)
         return y.view(*x.shape[:-1], y.shape[-1])

@@ -224,9 +224,10 @@ def test_collectives_are_exactly_those_of_the_paper_s_count(scheme, expected):
         assert found == expected
 
 
-def _scattered():
+def _scattered(dtype):
     group, index = register_group(dist.group.WORLD), dist.get_rank()
-    tensors = [torch.arange(3 * 2 * 5, dtype=torch.float32).view(3, 2, 5) * (1 + each) for each in range(3)]
+    generator = torch.Generator().manual_seed(0)
+    tensors = list(torch.randn(3, 3, 2, 5, generator=generator).to(dtype))
     with count_collectives() as log:
         part = reduce_scatter(tensors[index], group, Label("down", "forward"))
         later, in_flight = start_reduce_scatter(tensors[index], group, Label("down", "backward"))
@@ -235,9 +236,10 @@ def _scattered():
     return torch.equal(part, sum(tensors)[index]), torch.equal(later, part), counted
 
 
-def test_a_scatter_gives_each_process_its_part_of_the_sum():
-    """Over gloo it is a move of its own, counted as what it stands for."""
-    assert run_processes(_scattered, 3) == [(True, True, {"forward": 30, "backward": 30})] * 3
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scatter_gives_each_process_its_part_of_the_sum(dtype):
+    """Over gloo it is a move of its own, counted as what it stands for; the sum is in the order of the processes."""
+    assert run_processes(_scattered, 3, dtype) == [(True, True, {"forward": 30, "backward": 30})] * 3
 
 
 # ---- planted defects
@@ -268,12 +270,8 @@ def last_projection_left_out_of_the_sum():
 
 
 def bias_on_every_process():
-    original = vanilla.reduced
-
-    def reduced(z, pair, group, chunk):
-        return original(z, pair, group, chunk) + pair.output_bias().to_local()
-
-    vanilla.reduced = reduced
+    original = vanilla.expand_reduce
+    vanilla.expand_reduce = lambda z, pair: original(z, pair) + pair.output_bias().to_local()
 
 
 def heads_of_the_other_process():
