@@ -217,22 +217,19 @@ def all_gather(tensor: Tensor, group: str, label: Label) -> Tensor:
 
 def reduce_scatter(tensor: Tensor, group: str, label: Label) -> Tensor:
     """Sum ``tensor`` of shape ``[S, …]`` over the group's ``S`` processes and return this process's part ``[…]``."""
-    part = torch.empty_like(tensor[0])
-    with _issuing("reduce_scatter", tensor, group, label):
-        if _is_gloo(group):
-            _SentParts(part, tensor, group=_groups[group]).wait()
-        else:
-            _reduce_scatter(part.view(-1), tensor.view(-1), group=_groups[group])
+    part, in_flight = start_reduce_scatter(tensor, group, label)
+    in_flight.wait()
     return part
 
 
 class _SentParts:
     """A reduce-scatter over gloo: each process is sent its parts, and sums them.
 
-    Gloo's own sums everything on every process: it sends as much as an all-reduce, twice what this does.
+    Gloo's own sums everything on every process: it sends as much as an all-reduce, twice what this does. Parts are
+    added in the order of the processes, each sum rounded to the tensor's dtype, as gloo rounds its own.
     """
 
-    def __init__(self, part: Tensor, tensor: Tensor, *, group: ProcessGroup, async_op: bool = True) -> None:
+    def __init__(self, part: Tensor, tensor: Tensor, *, group: ProcessGroup, async_op: bool) -> None:
         self._part, self._received = part, torch.empty_like(tensor)
         self._work: Work = dist.all_to_all_single(
             self._received.view(-1), tensor.view(-1), group=group, async_op=async_op

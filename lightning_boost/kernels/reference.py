@@ -38,8 +38,10 @@ def norm_input_backward(
         is_scaled_needed: Whether the factors are trained; if not, the last result is empty.
     """
     wide, wide_t = _widen(x), t.to(c.dtype)
-    grad_x = (gamma * wide_t - c * wide).to(x.dtype)
-    grad_gamma = (wide * wide_t).sum(0).to(gamma.dtype)
+    # one temporary after another in the same memory: new pages cost as much as the arithmetic
+    work = wide * wide_t
+    grad_gamma = work.sum(0).to(gamma.dtype)
+    grad_x = torch.mul(gamma, wide_t, out=work).addcmul_(c, wide, value=-1).to(x.dtype)
     scaled = (wide * gamma).to(t.dtype) if is_scaled_needed else t.new_empty(0)
     return grad_x, grad_gamma, scaled
 
@@ -82,8 +84,9 @@ def norm_latent_backward(
         ``u'`` ``[N, R]`` in the dtype of ``z``, ``c`` ``[N, 1]`` in that of ``ρ``.
     """
     wide = activate_backward(grad, z, activation).to(rho.dtype)
-    c = (wide * z).sum(-1, keepdim=True) * rho.square() / hidden_size
-    return (wide * rho).to(z.dtype), c
+    work = wide * z
+    c = work.sum(-1, keepdim=True) * rho.square() / hidden_size
+    return torch.mul(wide, rho, out=work).to(z.dtype), c
 
 
 def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:

@@ -31,7 +31,7 @@ from lightning_boost.model.factor_pair import activation_name, factor_names, fin
 from lightning_boost.model.low_rank import CrossingLinear
 from lightning_boost.tensor_parallel.dense import Rows, SplitReader, num_rows, own_rows
 from lightning_boost.tensor_parallel.gathered_norm import NormGather
-from lightning_boost.tensor_parallel.handing_out import GroupMember, hand_out
+from lightning_boost.tensor_parallel.handing_out import GroupedNorm, GroupMember, hand_out
 from lightning_boost.tensor_parallel.library import apply, gemm_dtype
 from lightning_boost.tensor_parallel.local_parameter import local, local_size
 from lightning_boost.tensor_parallel.ops import Expand, NormProjectReduce, ProjectReduce
@@ -93,6 +93,23 @@ class FactorPair(nn.Module):
         return bias
 
 
+class CommunicatingPair(FactorPair):
+    """A factor pair with collectives of its own; a group's are those of what stands in its norm's place.
+
+    Args:
+        pair: The projection that is replaced.
+        group: Name of the tensor axis's group.
+        chunk: Label of the collectives.
+        rows: As in ``FactorPair``.
+    """
+
+    def __init__(self, pair: nn.Module, group: str, chunk: str, rows: Rows | None = None) -> None:
+        super().__init__(pair, rows)
+        self.group = group
+        self.chunk = chunk
+        self.takes_latents = self.latent_name is not None
+
+
 class DenseLayer(nn.Module):
     """The parameters of a ``torch.nn.Linear``, under their names, that hold a share of its output features.
 
@@ -121,7 +138,7 @@ class DenseMember(GroupMember, DenseLayer):
     """A dense projection of a group."""
 
 
-class NormalizedProjections(nn.Module):
+class NormalizedProjections(GroupedNorm):
     """Online RMSNorm and all projections that read it.
 
     Factor pairs share one all-reduce forward and one backward. Dense projections read the whole normalised hidden
@@ -149,24 +166,19 @@ class NormalizedProjections(nn.Module):
         group: str,
         chunk: str,
     ) -> None:
-        super().__init__()
-        self.weight = norm.get_parameter("weight")
-        self.eps = eps
+        super().__init__(norm, eps, members, group, chunk)
         self.hidden_size = hidden_size
-        self.group = group
-        self.chunk = chunk
-        self.__dict__["members"] = members
         self.takes_latents = any(member.latent_name for member in self.low_rank_members)
 
     @property
     def low_rank_members(self) -> list[LowRankMember]:
         """The factor pairs of the group, in order."""
-        return [member for member in self.__dict__["members"] if isinstance(member, LowRankMember)]
+        return [member for member in self.members if isinstance(member, LowRankMember)]
 
     @property
     def dense_members(self) -> list[DenseMember]:
         """The dense projections of the group, in order."""
-        return [member for member in self.__dict__["members"] if isinstance(member, DenseMember)]
+        return [member for member in self.members if isinstance(member, DenseMember)]
 
     @override
     def forward(self, x: Tensor, latents: LayerLatents | None = None) -> Tensor:
@@ -190,8 +202,7 @@ class NormalizedProjections(nn.Module):
             outputs |= zip(pairs, self._low_rank(rows, pairs, latents), strict=True)
         if dense:
             outputs |= zip(dense, self._dense(rows, dense), strict=True)
-        members = self.__dict__["members"]
-        return hand_out([outputs[member] for member in members], x.shape[:-1], members)
+        return hand_out([outputs[member] for member in self.members], x.shape[:-1], self.members)
 
     def latents(self, rows: Tensor, chunk: str, activation: str = "none") -> Tensor:
         """Return the latents ``[N, R]`` of the group's pairs.
@@ -237,22 +248,11 @@ class NormalizedProjections(nn.Module):
         ]
 
 
-class BottleneckParallelLinear(FactorPair):
+class BottleneckParallelLinear(CommunicatingPair):
     """A low-rank linear whose input is sharded over features and whose output is too.
 
     Communication: forward one all-reduce of ``N R`` values, backward the same.
-
-    Args:
-        pair: The projection that is replaced.
-        group: Name of the tensor axis's group.
-        chunk: Label of the collectives.
     """
-
-    def __init__(self, pair: nn.Module, group: str, chunk: str) -> None:
-        super().__init__(pair)
-        self.group = group
-        self.chunk = chunk
-        self.takes_latents = self.latent_name is not None
 
     @override
     def forward(self, x: Tensor, latents: LayerLatents | None = None) -> Tensor:

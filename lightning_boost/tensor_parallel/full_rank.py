@@ -29,10 +29,10 @@ from typing_extensions import override
 from lightning_boost.collectives import Label, group_index, start_all_reduce
 from lightning_boost.tensor_parallel.bottleneck import DenseMember, add_bias
 from lightning_boost.tensor_parallel.dense import CopyToGroup, GatherFeatures, Rows, own_rows
-from lightning_boost.tensor_parallel.handing_out import GroupMember, hand_out
+from lightning_boost.tensor_parallel.handing_out import GroupedNorm, hand_out
 from lightning_boost.tensor_parallel.library import apply, gemm_dtype, gemm_flops, operator
 from lightning_boost.tensor_parallel.local_parameter import local
-from lightning_boost.tensor_parallel.ops import expand_backward_fake, expand_backward_flops
+from lightning_boost.tensor_parallel.ops import expand_backward_fake, expand_backward_flops, group_gradients
 from lightning_boost.tensor_parallel.whole_norm import whole_norm
 
 
@@ -94,12 +94,7 @@ class ProjectColumns(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads_y: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``x``, whole, and of the weights."""
-        x, *weights = ctx.saved_tensors
-        is_x_needed, _, _, *are_weights_needed = ctx.needs_input_grad
-        needed = [is_x_needed, *are_weights_needed]
-        grad_x, grads_w = _project_columns_backward(grads_y, x, weights, needed, ctx.group, ctx.chunk)
-        gradients = [grad if is_needed else None for grad, is_needed in zip((grad_x, *grads_w), needed, strict=True)]
-        return gradients[0], None, None, *gradients[1:]
+        return group_gradients(ctx, grads_y, _project_columns_backward)
 
 
 class ReplicatedNorm(nn.Module):
@@ -159,36 +154,20 @@ class ColumnParallelMember(DenseMember):
         return y.view(*outputs.shape[:-1], y.shape[-1])
 
 
-class ColumnParallelNorm(nn.Module):
+class ColumnParallelNorm(GroupedNorm):
     """In a norm's place: RMSNorm of the whole hidden state, and this process's part of all projections behind it.
 
     ``weight`` is replicated. Its gradient is whole on every process, since that of the norm's output is.
     Communication: forward none, backward one all-reduce of ``N D`` values, in flight while the weights' gradients are
     computed.
-
-    Args:
-        norm: The norm that is replaced.
-        eps: Its eps.
-        members: What stands in its projections' places, in order; the very list that they joined.
-        group: Name of the tensor axis's group.
-        chunk: Label of the collective.
     """
-
-    def __init__(self, norm: nn.Module, eps: float, members: list[GroupMember], group: str, chunk: str) -> None:
-        super().__init__()
-        self.weight = norm.get_parameter("weight")
-        self.eps = eps
-        self.group = group
-        self.chunk = chunk
-        self.__dict__["members"] = members
 
     @override
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[…, D]`` to the norm's output ``[…, D]``, from which projections take theirs, ``[…, out/tp]``."""
-        members = self.__dict__["members"]
         hidden = whole_norm(x, local(self.weight), self.eps)
-        outputs = project_columns(hidden, members, self.group, self.chunk)
-        return hand_out(outputs, x.shape[:-1], members, hidden)
+        outputs = project_columns(hidden, self.members, self.group, self.chunk)
+        return hand_out(outputs, x.shape[:-1], self.members, hidden)
 
 
 def project_columns(x: Tensor, members: Sequence[ColumnParallelMember], group: str, chunk: str) -> list[Tensor]:

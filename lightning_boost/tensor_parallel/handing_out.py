@@ -4,6 +4,7 @@ A model's own ``forward`` stands between the two and passes one tensor on: all o
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -13,17 +14,16 @@ _PARTS = "_lightning_boost_parts"
 
 
 class GroupMember(nn.Module):
-    """In the place of a projection of a group: takes its own part of the group's outputs.
-
-    The list of all members is kept hidden from torch: each owns its parameters in its own place.
-    """
+    """In the place of a projection of a group: takes its own part of the group's outputs."""
 
     index: int
+    members: list["GroupMember"]
+    """All of the group, in order; no submodules, since each stands in a place of its own."""
 
     def join(self, members: list["GroupMember"]) -> None:
         """Become the next of ``members``."""
         self.index = len(members)
-        self.__dict__["members"] = members
+        self.members = members
         members.append(self)
 
     @override
@@ -42,7 +42,27 @@ class GroupMember(nn.Module):
     def is_given(self, outputs: Tensor) -> bool:
         """Tell whether ``outputs`` are the group's, as they were handed out."""
         owner, _ = getattr(outputs, _PARTS, (None, []))
-        return owner is self.__dict__["members"]
+        return owner is self.members
+
+
+class GroupedNorm(nn.Module):
+    """In the place of a norm that a group of projections reads: computes what each of them takes its part of.
+
+    Args:
+        norm: The norm that is replaced.
+        eps: Its eps.
+        members: What stands in its projections' places, in order; the very list that they joined.
+        group: Name of the tensor axis's group.
+        chunk: Label of the collectives.
+    """
+
+    def __init__(self, norm: nn.Module, eps: float, members: list[GroupMember], group: str, chunk: str) -> None:
+        super().__init__()
+        self.weight = norm.get_parameter("weight")
+        self.eps = eps
+        self.members: list[Any] = members
+        self.group = group
+        self.chunk = chunk
 
 
 def hand_out(

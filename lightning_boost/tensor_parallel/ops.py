@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_boost.collectives import Label, all_reduce, group_index, group_size, start_all_reduce
 from lightning_boost.kernels import operators
+from lightning_boost.kernels.library import Operator
 from lightning_boost.kernels.statistic import statistic_columns
 from lightning_boost.tensor_parallel.library import gemm_flops, operator, wide_dtype
 
@@ -198,8 +199,10 @@ class ProjectReduce(torch.autograd.Function):
     def backward(ctx: Any, grad_z: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``x`` and the factor."""
         x, factor_a = ctx.saved_tensors
-        grad_a = torch.mm(grad_z.t(), x.to(factor_a.dtype)) if ctx.needs_input_grad[1] else None
-        return torch.mm(grad_z, factor_a).to(x.dtype), grad_a, None, None
+        is_x_needed, is_factor_needed, *_ = ctx.needs_input_grad
+        grad_x = torch.mm(grad_z, factor_a).to(x.dtype) if is_x_needed else None
+        grad_a = torch.mm(grad_z.t(), x.to(factor_a.dtype)) if is_factor_needed else None
+        return grad_x, grad_a, None, None
 
 
 @operator(
@@ -293,9 +296,20 @@ class Expand(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads_y: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``z``, whole, and of the factors."""
-        z, *factors_b = ctx.saved_tensors
-        is_z_needed, _, _, *are_factors_needed = ctx.needs_input_grad
-        needed = [is_z_needed, *are_factors_needed]
-        grad_z, grads_b = _expand_backward(grads_y, z, factors_b, needed, ctx.group, ctx.chunk)
-        gradients = [grad if is_needed else None for grad, is_needed in zip((grad_z, *grads_b), needed, strict=True)]
-        return gradients[0], None, None, *gradients[1:]
+        return group_gradients(ctx, grads_y, _expand_backward)
+
+
+def group_gradients(ctx: Any, grads_y: Sequence[Tensor], backward: Operator) -> tuple[Tensor | None, ...]:
+    """Return the gradients of an autograd function of ``(x, group, chunk, *weights)`` with an output for each weight.
+
+    Args:
+        ctx: Of the function, which has saved ``x`` and the weights.
+        grads_y: Of the outputs.
+        backward: Computes those that are needed.
+    """
+    x, *weights = ctx.saved_tensors
+    is_x_needed, _, _, *are_weights_needed = ctx.needs_input_grad
+    needed = [is_x_needed, *are_weights_needed]
+    grad_x, grads_w = backward(grads_y, x, weights, needed, ctx.group, ctx.chunk)
+    gradients = [grad if is_needed else None for grad, is_needed in zip((grad_x, *grads_w), needed, strict=True)]
+    return gradients[0], None, None, *gradients[1:]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_boost.model.crossing import LayerLatents
-from lightning_boost.tensor_parallel.bottleneck import FactorPair, activate, expand
+from lightning_boost.tensor_parallel.bottleneck import CommunicatingPair, activate, expand
 from lightning_boost.tensor_parallel.dense import Rows
 from lightning_boost.tensor_parallel.library import apply, gemm_dtype
 from lightning_boost.tensor_parallel.local_parameter import local
@@ -37,7 +37,7 @@ class UngroupedNorm(nn.Module):
         return x
 
 
-class UngroupedProjection(FactorPair):
+class UngroupedProjection(CommunicatingPair):
     """Online RMSNorm and one projection.
 
     Communication: forward one all-reduce of ``N (R + statistic columns)`` values, backward one of ``N R``.
@@ -51,12 +51,9 @@ class UngroupedProjection(FactorPair):
     """
 
     def __init__(self, pair: nn.Module, rows: Rows | None, norm: UngroupedNorm, group: str, chunk: str) -> None:
-        super().__init__(pair, rows)
-        self.group = group
-        self.chunk = chunk
+        super().__init__(pair, group, chunk, rows)
         # hidden from torch: it owns γ in its own place
         self.__dict__["norm"] = norm
-        self.takes_latents = self.latent_name is not None
 
     @override
     def forward(self, x: Tensor, latents: LayerLatents | None = None) -> Tensor:

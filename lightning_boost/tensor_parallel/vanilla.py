@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 from typing_extensions import override
@@ -31,8 +31,8 @@ from typing_extensions import override
 from lightning_boost.collectives import Label, Pass, all_gather, group_index, group_size, start_all_reduce
 from lightning_boost.mesh import shard_bounds
 from lightning_boost.model.crossing import LayerLatents
-from lightning_boost.tensor_parallel.bottleneck import FactorPair, activate
-from lightning_boost.tensor_parallel.handing_out import GroupMember, hand_out
+from lightning_boost.tensor_parallel.bottleneck import CommunicatingPair, FactorPair, activate
+from lightning_boost.tensor_parallel.handing_out import GroupedNorm, GroupMember, hand_out
 from lightning_boost.tensor_parallel.library import apply, gemm_dtype, gemm_flops, operator
 from lightning_boost.tensor_parallel.local_parameter import local, local_size
 from lightning_boost.tensor_parallel.ops import ProjectReduce
@@ -168,22 +168,11 @@ def _own_part(whole: Tensor, width: int, group: str) -> Tensor:
     return whole[:, start:stop].contiguous()
 
 
-class VanillaMember(GroupMember, FactorPair):
+class VanillaMember(GroupMember, CommunicatingPair):
     """In the place of a projection behind a norm.
 
     Communication: forward one all-reduce of ``N out`` values, backward none.
-
-    Args:
-        pair: The projection that is replaced.
-        group: Name of the tensor axis's group.
-        chunk: Label of the collectives.
     """
-
-    def __init__(self, pair: nn.Module, group: str, chunk: str) -> None:
-        super().__init__(pair)
-        self.group = group
-        self.chunk = chunk
-        self.takes_latents = self.latent_name is not None
 
     @override
     def forward(self, outputs: Tensor, latents: LayerLatents | None = None) -> Tensor:
@@ -191,71 +180,46 @@ class VanillaMember(GroupMember, FactorPair):
 
         ``latents`` of the layer, where latents cross.
         """
-        z = activated(super().forward(outputs), self, latents, self.group, self.chunk)
-        return reduced(z, self, self.group, self.chunk)
+        return expand_reduce(activate_part(super().forward(outputs), self, latents, self.group, self.chunk), self)
 
 
-class VanillaNorm(nn.Module):
+class VanillaNorm(GroupedNorm):
     """In a norm's place: RMSNorm of the whole hidden state, and this process's latents of all projections behind it.
 
+    ``weight`` is replicated.
     Communication: forward none, backward one all-reduce of ``N D`` values, in flight while the factors' gradients are
     computed.
-
-    Args:
-        norm: The norm that is replaced; its weight is replicated.
-        eps: Its eps.
-        members: What stands in its projections' places, in order; the very list that they joined.
-        group: Name of the tensor axis's group.
-        chunk: Label of the collective.
     """
-
-    def __init__(self, norm: nn.Module, eps: float, members: list[GroupMember], group: str, chunk: str) -> None:
-        super().__init__()
-        self.weight = norm.get_parameter("weight")
-        self.eps = eps
-        self.group = group
-        self.chunk = chunk
-        self.__dict__["members"] = members
 
     @override
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[…, D]`` to what projections take their latents ``[…, R_i/tp]`` from, before σ."""
-        return hand_out(self.latents(x), x.shape[:-1], self.__dict__["members"])
+        return hand_out(self.latents(x), x.shape[:-1], self.members)
 
     def latents(self, x: Tensor) -> Sequence[Tensor]:
         """Return this process's latents of every projection, ``[N, R_i/tp]``, before σ."""
-        pairs: list[FactorPair] = self.__dict__["members"]
+        pairs: list[FactorPair] = self.members
         hidden = whole_norm(x, local(self.weight), self.eps)
         side_by_side = into_bottleneck(hidden, [pair.local_a() for pair in pairs], self.group, self.chunk)
         parts: Sequence[Tensor] = side_by_side.split([own_bottleneck(pair) for pair in pairs], -1)
         return parts
 
 
-class VanillaLinear(FactorPair):
+class VanillaLinear(CommunicatingPair):
     """In the place of a projection without a norm in front of it.
 
     Communication: forward one all-reduce of ``N out`` values, backward one of ``N in``.
-
-    Args:
-        pair: The projection that is replaced.
-        group: Name of the tensor axis's group.
-        chunk: Label of the collectives.
     """
-
-    def __init__(self, pair: nn.Module, group: str, chunk: str) -> None:
-        super().__init__(pair)
-        self.group = group
-        self.chunk = chunk
-        self.takes_latents = self.latent_name is not None
 
     @override
     def forward(self, x: Tensor, latents: LayerLatents | None = None) -> Tensor:
         """Map ``[…, in]`` to ``[…, out]``; ``latents`` of the layer, where latents cross."""
-        z = into_bottleneck(x, [self.local_a()], self.group, self.chunk).view(*x.shape[:-1], -1)
-        return reduced(activated(z, self, latents, self.group, self.chunk), self, self.group, self.chunk)
+        z = into_bottleneck(x, [self.local_a()], self.group, self.chunk)
+        z = z.view(*x.shape[:-1], z.shape[-1])
+        return expand_reduce(activate_part(z, self, latents, self.group, self.chunk), self)
 
 
-def activated(a: Tensor, pair: FactorPair, latents: LayerLatents | None, group: str, chunk: str) -> Tensor:
+def activate_part(a: Tensor, pair: FactorPair, latents: LayerLatents | None, group: str, chunk: str) -> Tensor:
     """Apply a pair's σ to this process's part of its latent, ``[…, R/tp]``.
 
     Where latents cross, a gate and a norm need the latent whole: it is gathered, all of it is activated and given on,
@@ -282,9 +246,9 @@ def into_bottleneck(x: Tensor, factors_a: Sequence[Tensor], group: str, chunk: s
     return z
 
 
-def reduced(z: Tensor, pair: FactorPair, group: str, chunk: str) -> Tensor:
+def expand_reduce(z: Tensor, pair: CommunicatingPair) -> Tensor:
     """Map this process's latents ``[…, R/tp]`` to a pair's whole output ``[…, out]``, the bias added once."""
-    factor_b, bias = pair.local_b(group, chunk), pair.output_bias()
-    y: Tensor = ProjectReduce.apply(z.flatten(0, -2), factor_b.to(z.dtype), group, chunk)
+    factor_b, bias = pair.local_b(pair.group, pair.chunk), pair.output_bias()
+    y: Tensor = ProjectReduce.apply(z.flatten(0, -2), factor_b.to(z.dtype), pair.group, pair.chunk)
     y = y.view(*z.shape[:-1], y.shape[-1])
     return y if bias is None else y + local(bias).to(y.dtype)

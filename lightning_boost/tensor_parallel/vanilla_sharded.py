@@ -37,11 +37,11 @@ from lightning_boost.collectives import (
 )
 from lightning_boost.mesh import shard_bounds
 from lightning_boost.model.crossing import LayerLatents
-from lightning_boost.tensor_parallel.bottleneck import FactorPair, LowRankMember, add_bias
+from lightning_boost.tensor_parallel.bottleneck import CommunicatingPair, LowRankMember, add_bias
 from lightning_boost.tensor_parallel.handing_out import GroupMember, hand_out
 from lightning_boost.tensor_parallel.library import apply, gemm_dtype, gemm_flops, operator
 from lightning_boost.tensor_parallel.local_parameter import local
-from lightning_boost.tensor_parallel.vanilla import VanillaNorm, activated, reduced
+from lightning_boost.tensor_parallel.vanilla import VanillaNorm, activate_part, expand_reduce
 
 Places = list[tuple[slice, slice]]
 """Of each projection of a group: its rows of ``B`` on a process, and their columns in what is scattered to it."""
@@ -281,9 +281,9 @@ class ShardedVanillaNorm(VanillaNorm):
     @override
     def forward(self, x: Tensor, latents: LayerLatents | None = None) -> Tensor:
         """Map ``[…, D]`` to what projections take their ``[…, out/tp]`` from; ``latents`` where they cross."""
-        members: list[LowRankMember] = self.__dict__["members"]
+        members: list[LowRankMember] = self.members
         parts = [
-            activated(z, member, latents, self.group, self.chunk)
+            activate_part(z, member, latents, self.group, self.chunk)
             for z, member in zip(self.latents(x), members, strict=True)
         ]
         factors_b = [member.upright(local(member.factor(member.names.factor_b))) for member in members]
@@ -304,30 +304,19 @@ class ShardedVanillaNorm(VanillaNorm):
             add_bias(part, member.output_bias(), member.rows, self.group, self.chunk).contiguous()
             for part, member in zip(mine, members, strict=True)
         ]
-        return hand_out(outputs, x.shape[:-1], self.__dict__["members"])
+        return hand_out(outputs, x.shape[:-1], self.members)
 
     def _num_shares(self, member: LowRankMember, width: int) -> int:
         """Return into how many parts a projection's output is split."""
         return group_size(self.group) if member.rows is None else width // (member.rows[1] - member.rows[0])
 
 
-class ShardedVanillaLinear(FactorPair):
+class ShardedVanillaLinear(CommunicatingPair):
     """In the place of a projection without a norm in front of it.
 
     Communication: forward one all-gather of ``N d`` values and one all-reduce of ``N out``; backward one reduce-scatter
     of ``N S d``, in flight while the gradient of the factor into the bottleneck is computed.
-
-    Args:
-        pair: The projection that is replaced.
-        group: Name of the tensor axis's group.
-        chunk: Label of the collectives.
     """
-
-    def __init__(self, pair: nn.Module, group: str, chunk: str) -> None:
-        super().__init__(pair)
-        self.group = group
-        self.chunk = chunk
-        self.takes_latents = self.latent_name is not None
 
     @override
     def forward(self, x: Tensor, latents: LayerLatents | None = None) -> Tensor:
@@ -338,5 +327,5 @@ class ShardedVanillaLinear(FactorPair):
         if rows.shape[1] < share:
             rows = pad(rows, (0, share - rows.shape[1]))
         z = GatherProject.apply(rows, factor_a.to(dtype), self.group, self.chunk)
-        y = reduced(activated(z, self, latents, self.group, self.chunk), self, self.group, self.chunk)
+        y = expand_reduce(activate_part(z, self, latents, self.group, self.chunk), self)
         return y.view(*x.shape[:-1], y.shape[-1])

@@ -1,9 +1,13 @@
 """Schemes that are there to be compared with: the same training, other collectives."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_boost.benchmark.counts import processes_that_do_nothing
 from lightning_boost.collectives import (
     Label,
     count_collectives,
@@ -17,7 +21,15 @@ from lightning_boost.parity import check_parity
 from lightning_boost.strategy.boost import BoostParallelStrategy
 from lightning_boost.tensor_parallel import full_rank, ops, vanilla, vanilla_sharded
 from lightning_boost.tensor_parallel.scheme import scheme_for
-from tests.models import gradient_errors, masked_batch, meta_model, one_process_model, parallel_model, small_config
+from tests.models import (
+    gradient_errors,
+    masked_batch,
+    meta_model,
+    one_process_model,
+    parallel_model,
+    small_config,
+    whole,
+)
 from tests.processes import run_processes
 
 BASELINES = ("vanilla", "vanilla_sharded", "bottleneck_ungrouped")
@@ -75,6 +87,19 @@ def test_a_full_rank_layer_may_do_more_with_a_norm_s_output(change):
         assert max(errors.values()) < TOLERANCE, max(errors.items(), key=lambda item: item[1])
 
 
+def _shapes_of_no_rows():
+    config, no_rows, shapes = small_config(), torch.zeros(0, 5, dtype=torch.long), []
+    for scheme in BASELINES:
+        logits = parallel_model(config, dist.get_world_size(), scheme=scheme)(no_rows)
+        logits.sum().backward()
+        shapes.append(tuple(logits.shape))
+    return shapes
+
+
+def test_a_batch_of_no_rows_goes_through():
+    assert run_processes(_shapes_of_no_rows, 2) == [[(0, 5, 131)] * len(BASELINES)] * 2
+
+
 def _report(scheme, options):
     return check_parity(small_config(), num_processes=dist.get_world_size(), scheme=scheme, **options)
 
@@ -92,6 +117,55 @@ def _report(scheme, options):
 def test_training_is_that_of_one_process(scheme, size, options):
     report = run_processes(_report, size, scheme, options)[0]
     assert report.passed, report
+
+
+# ---- what is frozen
+
+PARTS = (
+    *("embed_tokens", "input_layernorm", "k_proj", "o_proj", "model.norm", "lm_head"),
+    *("gate_proj.factor_a", "gate_proj.factor_b", "down_proj.factor_a", "down_proj.factor_b", "bias"),
+)
+
+
+def _frozen_errors(scheme):
+    kind = "full_rank" if scheme == "full_rank" else "cola"
+    config = small_config(num_hidden_layers=1, attention_bias=True, mlp_bias=True, low_rank={"kind": kind})
+    reference, model = one_process_model(config), parallel_model(config, dist.get_world_size(), scheme=scheme)
+    batch, errors = masked_batch(config.vocab_size), {}
+    parameters = {name: (model.get_parameter(name), each) for name, each in reference.named_parameters()}
+    for part, is_alone in product(PARTS, (False, True)):
+        trained = [name for name in parameters if (part in name) == is_alone]
+        for name, pair in parameters.items():
+            for parameter in pair:
+                parameter.requires_grad_(name in trained).grad = None
+        if len(trained) in (0, len(parameters)):
+            continue  # a model without factors
+        for each in (reference, model):
+            each(**batch).backward()
+        for name, (found, expected) in parameters.items():
+            assert (found.grad is not None) == (expected.grad is not None) == (name in trained)
+        total = torch.stack([parameters[name][1].grad.norm() for name in trained]).norm()
+        errors[part, is_alone] = max(
+            ((whole(found.grad) - expected.grad).norm() / expected.grad.norm().clamp(min=1e-6 * total)).item()
+            for found, expected in (parameters[name] for name in trained)
+        )
+    return errors
+
+
+@pytest.mark.parametrize("scheme", ["full_rank", *BASELINES])
+def test_a_part_is_trained_alone_and_frozen_alone(scheme):
+    for errors in run_processes(_frozen_errors, 2, scheme):
+        assert len(errors) == (14 if scheme == "full_rank" else 22)
+        assert max(errors.values()) < TOLERANCE, max(errors.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("asked", [(True, False), (False, True), (True, True)])
+def test_only_gradients_that_are_asked_for_are_computed(asked):
+    with processes_that_do_nothing(2), FlopCounterMode(display=False) as counter:
+        group = register_group(dist.group.WORLD)
+        x, factor = torch.ones(3, 5, requires_grad=asked[0]), torch.ones(2, 5, requires_grad=asked[1])
+        ops.ProjectReduce.apply(x, factor, group, "o").sum().backward()
+    assert counter.get_total_flops() == (1 + sum(asked)) * 2 * 3 * 5 * 2
 
 
 # ---- what they move: a block's launches and values per token, by pass
@@ -150,9 +224,10 @@ def test_collectives_are_exactly_those_of_the_paper_s_count(scheme, expected):
         assert found == expected
 
 
-def _scattered():
+def _scattered(dtype):
     group, index = register_group(dist.group.WORLD), dist.get_rank()
-    tensors = [torch.arange(3 * 2 * 5, dtype=torch.float32).view(3, 2, 5) * (1 + each) for each in range(3)]
+    generator = torch.Generator().manual_seed(0)
+    tensors = list(torch.randn(3, 3, 2, 5, generator=generator).to(dtype))
     with count_collectives() as log:
         part = reduce_scatter(tensors[index], group, Label("down", "forward"))
         later, in_flight = start_reduce_scatter(tensors[index], group, Label("down", "backward"))
@@ -161,9 +236,10 @@ def _scattered():
     return torch.equal(part, sum(tensors)[index]), torch.equal(later, part), counted
 
 
-def test_a_scatter_gives_each_process_its_part_of_the_sum():
-    """Over gloo it is a move of its own, counted as what it stands for."""
-    assert run_processes(_scattered, 3) == [(True, True, {"forward": 30, "backward": 30})] * 3
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scatter_gives_each_process_its_part_of_the_sum(dtype):
+    """Over gloo it is a move of its own, counted as what it stands for; the sum is in the order of the processes."""
+    assert run_processes(_scattered, 3, dtype) == [(True, True, {"forward": 30, "backward": 30})] * 3
 
 
 # ---- planted defects
@@ -194,12 +270,8 @@ def last_projection_left_out_of_the_sum():
 
 
 def bias_on_every_process():
-    original = vanilla.reduced
-
-    def reduced(z, pair, group, chunk):
-        return original(z, pair, group, chunk) + pair.output_bias().to_local()
-
-    vanilla.reduced = reduced
+    original = vanilla.expand_reduce
+    vanilla.expand_reduce = lambda z, pair: original(z, pair) + pair.output_bias().to_local()
 
 
 def heads_of_the_other_process():
