@@ -22,6 +22,7 @@ from lightning_boost.tensor_parallel.local_parameter import local
 from lightning_boost.torch_internals import private
 
 _num_dispatch_modes = private("torch._C", "_len_torch_dispatch_stack")
+_has_any_global_hook = private("torch.nn.modules.module", "_has_any_global_hook")
 
 BACKEND = "inductor"
 
@@ -46,7 +47,7 @@ def compile_layer(layer: nn.Module) -> None:
     recomputed: RecomputedForward | None = vars(layer).get("forward")
     if recomputed is not None and recomputed.keeping is None:
         # two runs of a whole graph: no graph could have its collectives twice
-        recomputed.inner = CompiledForward(layer, None)
+        recomputed.choose = CompiledForward(layer, None).choose
     else:
         # as recompute does: a derived class would be another type, with another name and pickled otherwise
         vars(layer)["forward"] = CompiledForward(layer, recomputed)
@@ -72,12 +73,28 @@ def check_to_compile(decoder: Decoder) -> None:
             )
 
 
+def hooked_modules(decoder: Decoder) -> list[str]:
+    """Return the modules inside of layers whose hooks keep the layers from running compiled."""
+    return [
+        f"{layer}.{name}"
+        for layer, module in decoder.layers.items()
+        for name, inside in module.named_modules()
+        if inside is not module and _has_hooks(inside)
+    ]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
 class CompiledForward:
     """Stands as a layer's ``forward`` and runs that of its class, or its recomputed one, as a compiled graph.
 
     A call that a graph would hide something of runs as it is, uncompiled: one with a cache, which grows with each
-    token; one with hooks on modules inside, as a verification sets; and one under a dispatch mode, such as torch's
-    counter of FLOPs.
+    token; one with hooks on modules inside, or on all modules, as a verification sets; and one under a dispatch mode,
+    such as torch's counter of FLOPs.
 
     Args:
         layer: Whose ``forward`` is its class's still, or recomputed.
@@ -104,27 +121,27 @@ class CompiledForward:
         """Return what the layer's class returns.
 
         Raises:
-            RuntimeError: If ``forward`` cannot be one graph.
+            RuntimeError: If ``forward`` cannot be one graph, or the compiler fails.
         """
-        if self._runs_as_it_is(args, kwargs):
-            return self._plain()(*args, **kwargs)
+        return self.choose(args, kwargs)(*args, **kwargs)
+
+    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """Return what runs a call with these arguments: the graph, or the layer as it is."""
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        runs_as_it_is = (
+            any(given.get(name) is not None for name in CACHES)
+            or any(map(_has_hooks, self._inside))
+            or _has_any_global_hook()
+            or _num_dispatch_modes() > 0
+        )
+        return self._plain() if runs_as_it_is else self._run_graph
+
+    def _run_graph(self, *args: Any, **kwargs: Any) -> Any:
         try:
             with self.traced.local_parameters():
                 return _compiled(BACKEND)(self.traced, *args, **kwargs)
-        except torch._dynamo.exc.Unsupported as error:
-            name = type(self.traced.layer).__name__
-            raise RuntimeError(
-                f"compile (True) must be False with a {name}, whose forward torch cannot compile as one graph"
-                f" ({str(error).splitlines()[0]}; above is where). Change that, or set compile to False."
-            ) from error
-
-    def _runs_as_it_is(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        given = dict(zip(self._names, args, strict=False)) | kwargs
-        return (
-            any(given.get(name) is not None for name in CACHES)
-            or any(module._forward_hooks or module._forward_pre_hooks for module in self._inside)
-            or _num_dispatch_modes() > 0
-        )
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+            raise RuntimeError(_in_words(error, type(self.traced.layer).__name__)) from error
 
 
 class TracedLayer(nn.Module):
@@ -185,3 +202,36 @@ def _compiled(backend: str) -> Callable[..., Any]:
 
 def _run(traced: TracedLayer, *args: Any, **kwargs: Any) -> Any:
     return traced(*args, **kwargs)
+
+
+def _in_words(error: Exception, layer: str) -> str:
+    """Say what an error of torch's compiler means for layers of a class, and the way out."""
+    if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
+        return (
+            f"compile (True) must be False with a {layer} whose calls take more than {MOST_GRAPHS} graphs: a graph is"
+            " for the Python values that forward has read, a counter's among them, and torch's warning above has the"
+            " last one that differed. Change that, or set compile to False."
+        )
+    # the parent of all errors that come from behind the graph
+    if isinstance(error, torch._dynamo.exc.ShortenTraceback):
+        reason = str(getattr(error, "inner_exception", error)).partition("\n")[0]
+        return (
+            f"compile (True) must be False where torch's compiler does not work, here on a {layer} ({reason}). It takes"
+            " a C++ compiler, g++ or the one that CXX names, and on GPUs Triton. Install what is missing, or set"
+            " compile to False."
+        )
+    return (
+        f"compile (True) must be False with a {layer}, whose forward torch cannot compile as one graph"
+        f" ({_reason(str(error))}; above is where). Change that, or set compile to False."
+    )
+
+
+def _reason(message: str) -> str:
+    """Return the first line of a message of torch's compiler, and the one that tells of the layer's own code."""
+    first, *others = (line.strip() for line in message.splitlines())
+    # an explanation is general: read where there is nothing else
+    for start in ("Developer debug context: ", "Explanation: "):
+        for line in others:
+            if line.startswith(start):
+                return f"{first}: {line.removeprefix(start)}"
+    return first

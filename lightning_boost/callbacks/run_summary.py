@@ -174,6 +174,8 @@ class RunSummary(Callback):
         stream = next(pl_module.parameters()).dtype
         gemm = torch.bfloat16 if str(trainer.precision).startswith("bf16") else stream
         yield "kernels", describe_kernels(pl_module.device, gemm)
+        if getattr(getattr(trainer.strategy, "requested", None), "compiles", False):
+            yield "layers", "compiled, each as one graph"
         low, full = count_parameters(config), count_parameters(config, full_rank=True)
         yield "parameters", f"{low:,}; with full-rank matrices {full:,} ({full / low:.2f} times as many)"
         if size > 1 and self._log is not None:

@@ -100,6 +100,7 @@ def parity(
     virtual_stages: int = 1,
     scheme: SchemeName = "auto",
     kernels: KernelMode = "auto",
+    compile: bool = False,
     precision: Precision = "32-true",
     steps: int = 3,
     keep_outer_activation: bool | None = None,
@@ -124,6 +125,7 @@ def parity(
         virtual_stages: Stages on each process, above 1 with ``interleaved_1f1b``.
         scheme: How the tensor axis splits layers, as the strategy takes it.
         kernels: Which run, as the strategy takes it; the one process has torch's own operations.
+        compile: Whether the layout's layers are compiled; those of the one process are not.
         precision: Lightning's name; 64-true, in which no run trains, tells rounding from a defect.
         steps: Optimizer steps.
         keep_outer_activation: Whether the MLP keeps SiLU on its gate; none: as the kind does.
@@ -138,8 +140,10 @@ def parity(
         "crossing_base": crossing_base,
         "crossing_gate": crossing_gate,
     }
+    name = _named(model, scheme, compile)
     if matrix:
-        return _matrix(model, scheme, kernels, precision, steps, json)
+        chosen = {"scheme": scheme, "kernels": kernels, "compile": compile, "precision": precision, "steps": steps}
+        return _matrix(name, {**model, **chosen}, json)
     with contextlib.redirect_stdout(sys.stderr):
         report = check_parity(
             model_config(shape=shape, **model),
@@ -154,6 +158,7 @@ def parity(
             virtual_stages=virtual_stages,
             scheme=scheme,
             kernels=kernels,
+            compile=compile,
         )
     is_first = dist.get_rank() == 0
     # together, so that none finds its peers gone while it still has something to say
@@ -165,7 +170,7 @@ def parity(
     if json:
         print(json_format.dumps(report.as_dict()))
     else:
-        _show(report, _named(model, scheme))
+        _show(report, name)
     return 0 if report.passed else 1
 
 
@@ -188,11 +193,11 @@ def model_config(
     return LlamaConfig(**sizes, num_attention_heads=8, low_rank=LowRankConfig(**low_rank), **options)
 
 
-def _named(model: Mapping[str, Any], scheme: SchemeName) -> str:
-    """Write what is said of a model's kind, and the scheme where one is asked for."""
+def _named(model: Mapping[str, Any], scheme: SchemeName, compiles: bool) -> str:
+    """Write what is said of a model's kind, the scheme where one is asked for, and whether layers are compiled."""
     names = ("kind", "crossing_base", "crossing_gate") if model["kind"] == "lax" else ("kind",)
     words = [model[name] for name in names]
-    return ", ".join(words if scheme == "auto" else [*words, scheme])
+    return ", ".join(words + [scheme] * (scheme != "auto") + ["compiled"] * compiles)
 
 
 def _show(report: ParityReport, model: str) -> None:
@@ -215,18 +220,15 @@ def _show(report: ParityReport, model: str) -> None:
     console.print("PARITY HOLDS" if report.passed else "PARITY FAILS")
 
 
-def _matrix(
-    model: Mapping[str, Any], scheme: SchemeName, kernels: KernelMode, precision: Precision, steps: int, json: bool
-) -> int:
+def _matrix(name: str, options: Mapping[str, Any], json: bool) -> int:
     """Run every cell in processes of its own, since each needs another number of them."""
-    options = {**model, "scheme": scheme, "kernels": kernels, "precision": precision, "steps": steps}
     reports: dict[str, dict[str, dict[str, Any]]] = {}
     for shape in SHAPES:
         reports[shape] = {}
         for layout in LAYOUTS:
             # refused: embedding and head would stand on different stages; a baseline has no dense projections
             is_refused = (shape == "tied" and layout.pipeline > 1) or (
-                shape == "mixed" and scheme.startswith("vanilla")
+                shape == "mixed" and options["scheme"].startswith("vanilla")
             )
             if not is_refused:
                 reports[shape][layout.name] = _run_cell(options, shape, layout)
@@ -234,7 +236,7 @@ def _matrix(
     if json:
         print(json_format.dumps({"passed": passed, "shapes": reports}))
     else:
-        _show_matrix(f"{_named(model, scheme)}, {precision}: worst relative error of a gradient", reports, passed)
+        _show_matrix(f"{name}, {options['precision']}: worst relative error of a gradient", reports, passed)
     return 0 if passed else 1
 
 

@@ -105,8 +105,8 @@ class RecomputedForward:
     def __init__(self, layer: nn.Module, keeping: Keeping | None) -> None:
         self.layer = layer
         self.keeping = keeping
-        self.inner: Callable[..., Any] | None = None
-        """What runs in the place of the class's ``forward``: the same, compiled."""
+        self.choose: Callable[[tuple[Any, ...], dict[str, Any]], Callable[..., Any]] | None = None
+        """Tells what runs in the place of the class's ``forward`` for a call's arguments: the same, compiled or not."""
 
         self._names = list(inspect.signature(layer.forward).parameters)
 
@@ -116,12 +116,14 @@ class RecomputedForward:
         return inspect.signature(self._plain())
 
     def _plain(self) -> Callable[..., Any]:
-        return self.inner or MethodType(type(self.layer).forward, self.layer)
+        return MethodType(type(self.layer).forward, self.layer)
 
     @torch.compiler.disable(reason="a layer that is recomputed must not be compiled")  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer's class returns."""
-        layer, plain = self.layer, self._plain()
+        layer = self.layer
+        # once for both runs: hooks may be there in one of them only
+        plain = self._plain() if self.choose is None else self.choose(args, kwargs)
         _refuse_compiled(layer, type(layer).__name__)
         if layer.training:
             _refuse_gradient_checkpointing(layer)

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_boost.compilation import check_to_compile
+from lightning_boost.compilation import check_to_compile, hooked_modules
 from lightning_boost.data_parallel import DataAxis
 from lightning_boost.layout import Decoder
 from lightning_boost.mesh import AutoSize, ParallelSizes
@@ -190,6 +190,12 @@ class RequestedSizes:
 
     def _check_to_compile(self, decoder: Decoder, tensor: int) -> None:
         check_to_compile(decoder)
+        hooked = hooked_modules(decoder)
+        if hooked:
+            rank_zero_warn(
+                f"compile (True) means nothing for layers with hooks on modules inside of them ({hooked[0]}), which run"
+                " as they are for as long as the hooks are there."
+            )
         begins, _ = scheme_for(decoder, self.scheme).split_region(decoder) if tensor > 1 else ([], [])
         if any(name.startswith(f"{layer}.") for name in begins for layer in decoder.layers):
             raise ValueError(

@@ -1,5 +1,8 @@
 """Compiled layers beside layers as they are: one graph, the same gradients bit for bit, the same collectives."""
 
+import contextlib
+import io
+import warnings
 from collections import Counter
 from functools import partial
 
@@ -296,3 +299,30 @@ def test_runs_go_on_from_one_another_compiled_or_not(tmp_path):
     for unequal, first_graphs, graphs in run_processes(_resumed, 2, tmp_path):
         assert unequal == [[], []]
         assert min(first_graphs, graphs[1]) > graphs[0] == graphs[2] == 0
+
+
+def _told(compiles, is_hooked):
+    """Return what a summary and warnings say of compiled layers, and the number of graphs."""
+    compilation.BACKEND = CompileCounterWithBackend("aot_eager")
+    module = LowRankLanguageModel(small_config(num_hidden_layers=2, vocab_size=37))
+    if is_hooked:
+        module.model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    strategy = BoostParallelStrategy(compile=compiles)
+    trainer = trainer_for(strategy=strategy, callbacks=[RunSummary(sample_tokens=0)], max_steps=1)
+    with contextlib.redirect_stdout(io.StringIO()) as output, warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader())
+    said = {str(each.message) for each in given if "compile (True)" in str(each.message)}
+    return "compiled, each as one graph" in output.getvalue(), said, compilation.BACKEND.frame_count
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_a_run_says_that_layers_are_compiled_and_which_are_not(is_hooked):
+    ((is_said, warned, graphs),) = run_processes(_told, 1, True, is_hooked)
+    assert is_said
+    assert graphs == 1
+    assert [("(model.layers.1.mlp)" in each) for each in warned] == [True] * is_hooked
+
+
+def test_a_run_that_is_not_compiled_says_nothing_of_it():
+    assert run_processes(_told, 1, False, True) == [(False, set(), 0)]

@@ -10,10 +10,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_boost import BoostParallelStrategy, compilation
+from lightning_boost.commands import parity
 from lightning_boost.compilation import check_to_compile, compile_layers
 from lightning_boost.layout import LLAMA, Decoder, find_decoder
 from lightning_boost.model.cache import KeyValueCache
 from lightning_boost.model.generation import generate
+from lightning_boost.recompute import RecomputeOptions, recompute_layers
 from tests.models import masked_batch, meta_model, one_process_model, small_config
 from tests.users_module import UsersModule, loader, trainer_for
 
@@ -82,6 +84,42 @@ def test_what_a_graph_would_hide_runs_as_it_is(graphs):
     assert (seen, graphs.frame_count) == ([True], 0)
 
 
+HOOKS = {
+    "forward": lambda layer, hook: layer.mlp.register_forward_hook(hook),
+    "forward, in front": lambda layer, hook: layer.mlp.register_forward_pre_hook(hook),
+    "backward": lambda layer, hook: layer.mlp.register_full_backward_hook(hook),
+    "backward, in front": lambda layer, hook: layer.mlp.register_full_backward_pre_hook(hook),
+    "forward, everywhere": lambda _, hook: nn.modules.module.register_module_forward_hook(hook),
+    "backward, everywhere": lambda _, hook: nn.modules.module.register_module_full_backward_hook(hook),
+}
+
+
+def test_hooks_inside_of_layers_are_called_as_often_as_uncompiled(graphs):
+    plain, model, batch = one_process_model(small_config(num_hidden_layers=2)), _compiled(), masked_batch(131)
+    _gradients(model, batch)
+    for name, register in HOOKS.items():
+        seen = {}
+        for each in (plain, model):
+            calls = seen[each] = []
+            handle = register(each.model.layers[0], lambda *_, calls=calls: calls.append(True))
+            _gradients(each, batch)
+            handle.remove()
+        assert len(seen[model]) == len(seen[plain]) > 0, name
+    assert graphs.frame_count == 1
+
+
+def test_a_block_that_is_run_again_is_what_it_was_though_hooks_are_gone():
+    plain, model, batch = one_process_model(small_config()), one_process_model(small_config()), masked_batch(131)
+    recompute_layers(Decoder(model, LLAMA), RecomputeOptions(kind="block"), [], [])
+    compile_layers(Decoder(model, LLAMA))
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    loss = model(**batch)
+    handle.remove()
+    loss.backward()
+    found = {name: weight.grad for name, weight in model.named_parameters()}
+    assert _are_equal(found, _gradients(plain, batch))
+
+
 class _Looking(nn.Module):
     """Looks at a value in its forward."""
 
@@ -93,12 +131,54 @@ class _Looking(nn.Module):
         return hidden if hidden.sum() > 0 else -hidden
 
 
-def test_a_layer_that_is_no_graph_is_told():
-    model = one_process_model(small_config())
-    model.model.layers[1] = _Looking(model.model.layers[1])
-    compile_layers(Decoder(model, LLAMA))
-    with pytest.raises(RuntimeError, match=r"compile \(True\) must be False with a _Looking"):
+def _call_twice(model):
+    for _ in range(2):
         model(**masked_batch(131))
+
+
+class _Refusing(_Looking):
+    """Has an error of its own."""
+
+    def forward(self, hidden, rotary, mask, cache):
+        raise ValueError("no more than 5 tokens")
+
+
+class _Counting(_Looking):
+    """Computes with a number that is another at each call."""
+
+    calls = 0
+
+    def forward(self, hidden, rotary, mask, cache):
+        self.calls += 1
+        return hidden * self.calls
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (_Looking, "whose forward torch cannot compile as one graph (Data-dependent branching: "),
+        (_Refusing, "(Observed exception: raised exception ValueError('no more than 5 tokens'); above is where)"),
+        (_Counting, "whose calls take more than 1 graphs"),
+    ],
+)
+def test_a_layer_that_is_no_graph_is_told(layer, reason, monkeypatch):
+    monkeypatch.setattr(compilation, "MOST_GRAPHS", 1)
+    model = one_process_model(small_config())
+    model.model.layers = nn.ModuleList(map(layer, model.model.layers))
+    compile_layers(Decoder(model, LLAMA))
+    with pytest.raises(RuntimeError, match=rf"compile \(True\) must be False with a {layer.__name__}") as told:
+        _call_twice(model)
+    assert reason in str(told.value)
+
+
+def _no_compiler(*_):
+    raise torch._inductor.exc.InvalidCxxCompiler
+
+
+def test_a_machine_without_a_compiler_is_told(monkeypatch):
+    monkeypatch.setattr(compilation, "BACKEND", _no_compiler)
+    with pytest.raises(RuntimeError, match=r"compile \(True\) must be False .*No working C\+\+ compiler .* CXX names"):
+        _compiled()(**masked_batch(131))
 
 
 def _own_forward(module):
@@ -138,3 +218,21 @@ def test_schemes_that_switch_random_streams_inside_layers_are_refused(scheme, ki
     with pytest.raises(ValueError, match=rf"compile \(True\) must be False with scheme '{scheme}' on a tensor axis"):
         requested.resolve(decoder, 2, 1)
     check_to_compile(decoder)
+
+
+def test_parity_compiles_where_it_is_asked_to(monkeypatch, capsys):
+    passed = {"passed": True, "worst_gradient_relative_error": 1e-7, "worst_weight_relative_error": 1e-7}
+    asked = []
+    monkeypatch.setattr(parity, "_run_cell", lambda options, *_: asked.append(options["compile"]) or passed)
+    assert parity.parity(matrix=True, compile=True) == 0
+    assert set(asked) == {True}
+    assert "cola, compiled, 32-true: worst relative error" in capsys.readouterr().out
+
+    def check(*_, **options):
+        asked.append(options["compile"])
+        raise InterruptedError
+
+    monkeypatch.setattr(parity, "check_parity", check)
+    with pytest.raises(InterruptedError):
+        parity.parity(compile=True)
+    assert asked[-1]
