@@ -6,11 +6,24 @@ A model's own ``forward`` stands between the two and passes one tensor on: all o
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_boost.torch_internals import private
+
+_at_compile_time = private("torch._dynamo.comptime", "comptime")
+
 _PARTS = "_lightning_boost_parts"
 """Of a group's outputs: whose they are, and the part of each member."""
+
+_VERSION = "_lightning_boost_version"
+"""Of a group's outputs until the first member takes its part: torch's count of changes in place as they were given."""
+
+_OTHER = (
+    "a projection must read its norm's output as it is, and got something else: the model's forward does more between"
+    " the two than the layout says. Describe its parts with a DecoderLayout, or set tensor_parallel_size to 1."
+)
 
 
 class GroupMember(nn.Module):
@@ -30,11 +43,7 @@ class GroupMember(nn.Module):
     def forward(self, outputs: Tensor) -> Tensor:
         """Take ``[…, w_i]`` out of ``[…, w]``."""
         if not self.is_given(outputs):
-            raise RuntimeError(
-                "a projection must read its norm's output as it is, and got something else: the model's forward does"
-                " more between the two than the layout says. Describe its parts with a DecoderLayout, or set"
-                " tensor_parallel_size to 1."
-            )
+            raise RuntimeError(_OTHER)
         _, parts = getattr(outputs, _PARTS)
         part: Tensor = parts[self.index]
         return part
@@ -42,7 +51,12 @@ class GroupMember(nn.Module):
     def is_given(self, outputs: Tensor) -> bool:
         """Tell whether ``outputs`` are the group's, as they were handed out."""
         owner, _ = getattr(outputs, _PARTS, (None, []))
-        return owner is self.members
+        if owner is not self.members:
+            return False
+        if torch.compiler.is_compiling():
+            _at_compile_time(_check_traced)
+            return True
+        return _is_unchanged(outputs)
 
 
 class GroupedNorm(nn.Module):
@@ -83,4 +97,31 @@ def hand_out(
     first = parts[0] if hidden is None else hidden
     outputs = first.view(*shape, first.shape[-1])
     setattr(outputs, _PARTS, (members, [part.view(*shape, part.shape[-1]) for part in parts]))
+    if torch.compiler.is_compiling():
+        _at_compile_time(_note_traced)
+    else:
+        _note_version(outputs)
     return outputs
+
+
+def _note_version(outputs: Tensor) -> None:
+    setattr(outputs, _VERSION, outputs._version)
+
+
+def _is_unchanged(outputs: Tensor) -> bool:
+    """Tell whether nothing was done in place to a group's outputs, as a dropout can."""
+    if getattr(outputs, _VERSION) not in (None, outputs._version):
+        return False
+    # outputs can be a view of the first part, and its projection's reader may change that
+    setattr(outputs, _VERSION, None)
+    return True
+
+
+def _note_traced(context: Any) -> None:
+    _note_version(context.get_local("outputs").as_fake())
+
+
+def _check_traced(context: Any) -> None:
+    # in a graph the count is known to the compiler alone
+    if not _is_unchanged(context.get_local("outputs").as_fake()):
+        raise RuntimeError(_OTHER)

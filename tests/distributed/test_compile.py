@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import dropout
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_boost import BoostParallelStrategy, LowRankLanguageModel, compilation
@@ -29,7 +30,7 @@ from lightning_boost.recompute import RecomputeOptions
 from tests.models import relative_error, small_config, whole
 from tests.processes import run_processes
 from tests.recomputed import BLOCK, LOW_RANK, SHAPES, WITH_ATTENTION, recomputed_model
-from tests.users_module import loader, trainer_for
+from tests.users_module import UsersModule, _Layer, loader, trainer_for
 
 NONE = RecomputeOptions()
 ROWS, TOKENS = 2, 12
@@ -326,3 +327,38 @@ def test_a_run_says_that_layers_are_compiled_and_which_are_not(is_hooked):
 
 def test_a_run_that_is_not_compiled_says_nothing_of_it():
     assert run_processes(_told, 1, False, True) == [(False, set(), 0)]
+
+
+class _DroppedInPlace(_Layer):
+    def forward(self, hidden):
+        normed = self.input_layernorm(hidden)
+        dropout(normed, 0.5, self.training, inplace=True)
+        return hidden + self.self_attn(normed)
+
+
+class _ScaledInPlace(_Layer):
+    def forward(self, hidden):
+        mlp, normed = self.mlp, self.post_attention_layernorm(hidden)
+        return hidden + mlp.down_proj(mlp.gate_proj(normed).mul_(0.5) * mlp.up_proj(normed))
+
+
+def _changed_in_place():
+    """Return what is said of layers that change a norm's output, and a projection's, in a graph."""
+    compilation.BACKEND = "aot_eager"
+    said = []
+    for layer in (_DroppedInPlace, _ScaledInPlace):
+        module = UsersModule()
+        for each in module.net.model.layers:
+            each.__class__ = layer
+        try:
+            trainer_for(strategy=BoostParallelStrategy(2, compile=True), max_steps=1).fit(module, loader())
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_norms_output_must_not_be_changed_in_place():
+    for dropped, scaled in run_processes(_changed_in_place, 2):
+        assert "a projection must read its norm's output as it is" in dropped
+        assert scaled == ""

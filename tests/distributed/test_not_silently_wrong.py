@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import dropout
 
 from lightning_boost import BoostParallelStrategy
 from tests.models import gradient_errors, masked_batch, one_process_model, parallel_model, small_config, whole
@@ -116,6 +117,20 @@ class _ScaledByWidth(_Changed):
         layer.mlp.forward = lambda hidden: mlp(hidden) * hidden.shape[-1] ** 0.5
 
 
+class _DroppedInPlace(_Changed):
+    @staticmethod
+    def change(layer):
+        mlp = layer.mlp.forward
+        layer.mlp.forward = lambda hidden: mlp(dropout(hidden, 0.5, layer.training, inplace=True))
+
+
+class _ScaledInPlace(_Changed):
+    @staticmethod
+    def change(layer):
+        mlp = layer.mlp
+        mlp.forward = lambda hidden: mlp.down_proj(mlp.gate_proj(hidden).mul_(0.5) * mlp.up_proj(hidden))
+
+
 class _Softmax(_Changed):
     @staticmethod
     def change(layer):
@@ -128,7 +143,7 @@ class _ChannelDropout(_Changed):
         layer.dropout = nn.Dropout1d(0.1)
 
 
-@pytest.mark.parametrize("make_module", [_ViewWithGaps, _RandomBuffer, _RandomMask])
+@pytest.mark.parametrize("make_module", [_ViewWithGaps, _RandomBuffer, _RandomMask, _ScaledInPlace])
 def test_it_is_exact(make_module):
     """known_failures A52: buffers."""
     difference = _differences(make_module)
@@ -142,6 +157,7 @@ def test_it_is_exact(make_module):
         (_HookedWeight, "has hooks on its gradient"),
         (_HookedModule, "mlp.down_proj has hooks"),
         (_ScaledNorm, "a projection must read its norm's output as it is"),
+        (_DroppedInPlace, "a projection must read its norm's output as it is"),
         (_SecondReader, "computes something else once strategy 'boost' has split it"),
         (_HeadsFromConstant, "computes something else once strategy 'boost' has split it"),
         (_ScaledByWidth, "computes something else once strategy 'boost' has split it"),
