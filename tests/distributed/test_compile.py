@@ -215,10 +215,11 @@ def test_layers_are_one_graph_that_keeps_what_it_is_told():
 )
 def test_shapes_and_schemes_give_equal_gradients(shape, size, kind, scheme):
     shapes = SHAPES | {"lax": {"low_rank": {"kind": "lax"}}}
-    for ((unequal, _, _, counts, compiled_counts),) in run_processes(
+    for ((unequal, graphs, _, counts, compiled_counts),) in run_processes(
         _compared, size, small_config(**shapes[shape]), size, [kind], scheme, timeout=400.0
     ):
         assert unequal == []
+        assert graphs > 0
         assert counts == compiled_counts
 
 
