@@ -105,12 +105,14 @@ def hand_out(
 
 
 def _note_version(outputs: Tensor) -> None:
-    setattr(outputs, _VERSION, outputs._version)
+    # in inference mode torch counts no changes
+    setattr(outputs, _VERSION, None if outputs.is_inference() else outputs._version)
 
 
 def _is_unchanged(outputs: Tensor) -> bool:
     """Tell whether nothing was done in place to a group's outputs, as a dropout can."""
-    if getattr(outputs, _VERSION) not in (None, outputs._version):
+    given = getattr(outputs, _VERSION)
+    if given is not None and given != outputs._version:
         return False
     # outputs can be a view of the first part, and its projection's reader may change that
     setattr(outputs, _VERSION, None)

@@ -69,7 +69,8 @@ def _train(folder, processes, way, victims=(), delay=0.0):
         callbacks=callbacks,
     )
     # where none is there yet, "last" is none
-    trainer.fit(module, loader(), ckpt_path={None: None, "step": _newest(folder)}.get(way, "last"))
+    newest = {None: lambda _: None, "step": _newest}.get(way, lambda _: "last")
+    trainer.fit(module, loader(), ckpt_path=newest(folder))
     return trainer.global_step, {name: whole(weight).detach().numpy() for name, weight in module.named_parameters()}
 
 
