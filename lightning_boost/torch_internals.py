@@ -1,7 +1,7 @@
-"""The one door to underscored and undocumented names of torch 2.13, for what watches a run.
+"""The one door to underscored and undocumented names of torch 2.13, for what watches a run or tells a compiler.
 
-Whoever takes a name takes it when its own module is imported: a torch without it is told of as soon as a callback that
-needs it is imported, and not in the middle of a step.
+Whoever takes a name takes it when its own module is imported: a torch without it is told of as soon as what needs it
+is imported, and not in the middle of a step.
 """
 
 from importlib import import_module
@@ -25,8 +25,8 @@ def private(module: str, name: str) -> Any:
         return attrgetter(name)(import_module(module))
     except (AttributeError, ImportError) as error:
         raise ImportError(
-            f"torch {torch.__version__} has no {module}.{name}, with which a run is watched and which torch does not"
-            f" promise: install {WORKS_WITH}."
+            f"torch {torch.__version__} has no {module}.{name}, which this package calls and torch does not promise:"
+            f" install {WORKS_WITH}."
         ) from error
 
 

@@ -44,9 +44,7 @@ def _report(config, precision="32-true", plant=None, options=None):
     ("changes", "options"),
     [
         ({}, {}),
-        pytest.param(
-            {"low_rank": {"kind": "svd"}, "num_key_value_heads": 4}, {"recompute": "low_rank"}, marks=pytest.mark.slow
-        ),
+        ({"low_rank": {"kind": "svd"}, "num_key_value_heads": 4}, {"recompute": "low_rank"}),
         pytest.param({}, {"recompute": "low_rank", "store_latents": "sharded"}, marks=pytest.mark.slow),
         pytest.param({"low_rank": {"kind": "lax"}}, {"scheme": "bottleneck_ungrouped"}, marks=pytest.mark.slow),
     ],
@@ -102,7 +100,7 @@ def heads_turned_the_wrong_way_back():
     ("plant", "precision"),
     [
         (no_gradient_through_the_statistic, "32-true"),
-        pytest.param(heads_turned_the_wrong_way_back, "32-true", marks=pytest.mark.slow),
+        (heads_turned_the_wrong_way_back, "32-true"),
         (limbs_in_the_wrong_columns, "bf16-true"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

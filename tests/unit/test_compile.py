@@ -45,7 +45,6 @@ def _are_equal(found, expected):
     return found.keys() == expected.keys() and all(torch.equal(found[name], each) for name, each in expected.items())
 
 
-@pytest.mark.slow
 def test_names_stay_and_other_shapes_add_one_graph(graphs):
     plain, model = one_process_model(small_config()), _compiled()
     assert list(model.state_dict()) == list(plain.state_dict())

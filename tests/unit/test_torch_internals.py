@@ -45,9 +45,7 @@ def test_a_torch_without_a_name_is_told_of_at_import(module, owner, name, monkey
     for part in classes:
         holder = getattr(holder, part)
     monkeypatch.delattr(holder, last)
-    sentence = (
-        f"torch {torch.__version__} has no {owner}.{name}, with which a run is watched and which torch does not promise"
-    )
+    sentence = f"torch {torch.__version__} has no {owner}.{name}, which this package calls and torch does not promise"
     with pytest.raises(ImportError, match=re.escape(sentence)) as caught:
         runpy.run_path(module.__file__)
     assert str(caught.value).endswith(f"install {torch_internals.WORKS_WITH}.")
